@@ -1,0 +1,198 @@
+"""One body of tests for a GPU and for the interpreter: without a CUDA device the kernels run on CPU tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+# triton reads this variable when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
+
+from triton_mla.reference import mla_absorbed  # noqa: E402
+from triton_mla.testing import (  # noqa: E402
+    PagedBatch,
+    Request,
+    assert_bitwise_equal,
+    assert_close,
+    bitwise_equal,
+    make_paged_batch,
+)
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+OUT_ATOL = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+LSE_ATOL = 1e-4
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not ON_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@contextmanager
+def dirty_memory() -> Iterator[None]:
+    """Memory that torch leaves uninitialised holds NaN, or the largest integer of its type."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`out` [T, H, R] and `lse` [T, H] of some query rows."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def __getitem__(self, index: Any) -> Rows:
+        return Rows(self.out[index], self.lse[index])
+
+    def __len__(self) -> int:
+        return len(self.out)
+
+    def assert_same(self, other: Rows, what: str = "") -> None:
+        assert_bitwise_equal(self.out, other.out, f"{what} out")
+        assert_bitwise_equal(self.lse, other.lse, f"{what} lse")
+
+    def assert_differs(self, other: Rows) -> None:
+        """For negative controls: each set is free of NaN, and some bit differs."""
+        self.assert_same(self)
+        other.assert_same(other)
+        equal = bitwise_equal(self.out, other.out) and bitwise_equal(self.lse, other.lse)
+        assert not equal, "no bit differs"
+
+    def assert_close(self, expected: Rows, out_atol: float, lse_atol: float = LSE_ATOL) -> None:
+        assert_close(self.out, expected.out, out_atol, "out")
+        assert_close(self.lse, expected.lse, lse_atol, "lse")
+
+    def assert_empty(self) -> None:
+        """What a row gets that sees no token."""
+        zero, nothing = torch.zeros_like(self.out), torch.full_like(self.lse, -torch.inf)
+        assert bool((self.out == zero).all()), "out is not 0"
+        assert_bitwise_equal(self.lse, nothing, "lse")
+
+
+@dataclass(frozen=True)
+class Mla:
+    """The operations with sizes that the device can afford. Lengths of tests are told in units of `order.kv_split`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    page_size: int
+    order: Any
+
+    def batch(self, requests: Sequence[Request], **options: Any) -> PagedBatch:
+        sizes = {
+            "num_heads": self.num_heads,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "page_size": self.page_size,
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+        return make_paged_batch(requests, **{**sizes, **options})
+
+    def decode(self, batch: PagedBatch, **options: Any) -> Rows:
+        from triton_mla import mla_decode
+
+        return self._call(mla_decode, batch, options, (batch.seq_lens,))
+
+    def extend(self, batch: PagedBatch, **options: Any) -> Rows:
+        from triton_mla import mla_extend
+
+        return self._call(mla_extend, batch, options, (batch.cu_seqlens_q, batch.seq_lens))
+
+    def _call(self, op: Any, batch: PagedBatch, options: dict[str, Any], layout: tuple[torch.Tensor, ...]) -> Rows:
+        arguments = {
+            "softmax_scale": batch.softmax_scale,
+            "kv_lora_rank": batch.kv_lora_rank,
+            "order": self.order,
+            "return_lse": True,
+            **options,
+        }
+        q = arguments.pop("q", batch.q)
+        with dirty_memory():
+            return Rows(*op(q, batch.kv_cache, batch.block_table, *layout, **arguments))
+
+    def reference(self, batch: PagedBatch) -> Rows:
+        """The float64 result of `extend` (and of `decode`, where every request has one query token)."""
+        layout = (batch.kv_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens)
+        return Rows(*mla_absorbed(batch.q, *layout, softmax_scale=batch.softmax_scale, kv_lora_rank=batch.kv_lora_rank))
+
+    def check(self, rows: Rows, batch: PagedBatch) -> None:
+        """Assert that rows of `decode` or `extend` agree with the reference."""
+        assert rows.out.dtype == self.dtype and rows.lse.dtype == torch.float32
+        rows.assert_close(self.reference(batch), OUT_ATOL[self.dtype])
+
+    def pick(self, batch: PagedBatch, rows: Sequence[int]) -> PagedBatch:
+        """Requests of a batch of decode rows, in this order and over the same cache; repeats allowed."""
+        index = torch.tensor(rows, device=self.device)
+        return replace(
+            batch,
+            q=batch.q[index],
+            block_table=batch.block_table[index],
+            seq_lens=batch.seq_lens[index],
+            cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device),
+            requests=[batch.requests[i] for i in rows],
+        )
+
+    def with_dtype(self, dtype: torch.dtype) -> Mla:
+        return replace(self, dtype=dtype)
+
+    def with_order(self, **changes: Any) -> Mla:
+        return replace(self, order=replace(self.order, **changes))
+
+    def recut(self) -> Mla:
+        """The negative control of every comparison: another reduction order, whose bits must differ."""
+        return self.with_order(kv_split=2 * self.order.kv_split)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rows_without_a_place() -> Iterator[None]:
+    """The interpreter's matrix product is BLAS, where a row's bits depend on its place in the matrix."""
+    if ON_GPU:
+        yield
+        return
+    from triton_mla.verification.interpreter import ascending_dot
+
+    with ascending_dot():
+        yield
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def mla(device: torch.device) -> Mla:
+    """Real dims in bf16 on a GPU; under the interpreter small ones in fp32, whose few values show every rounding."""
+    from triton_mla.tuning import ReductionOrder
+
+    if ON_GPU:
+        return Mla(device, torch.bfloat16, 16, 512, 64, 64, ReductionOrder(kv_split=512))
+    return Mla(device, torch.float32, 4, 64, 16, 16, ReductionOrder(kv_split=64))
+
+
+@pytest.fixture(params=list(DTYPES), scope="session")
+def mla_each(request: pytest.FixtureRequest, mla: Mla) -> Mla:
+    """`mla` in each dtype."""
+    return mla.with_dtype(DTYPES[request.param])

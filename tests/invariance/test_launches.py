@@ -1,0 +1,227 @@
+"""Eager, captured, compiled, repeated or in another process: the same bits."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from triton_mla import mla_decode, plan_attention
+from triton_mla.testing import Request
+
+LENS = [300, 1, 2000, 64, 513, 700, 40, 1025]
+
+
+@pytest.fixture(scope="module")
+def pool(mla):
+    """Thirteen decode rows over one cache: rows 0..7 are captured, rows 8..12 come in later."""
+    return mla.batch([Request(seq_len, key=i) for i, seq_len in enumerate([*LENS, 900, 65, 1, 1500, 128])])
+
+
+def captured(run):
+    """A graph of `run`, and the results that a replay fills."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = run()
+    return graph, rows
+
+
+@contextmanager
+def no_host_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["decode", "extend"])
+def test_replays(mla, pool, op):
+    static = mla.pick(pool, list(range(8)))
+    graph, rows = captured(lambda: getattr(mla, op)(static))
+    graph.replay()
+    eight = mla.decode(mla.pick(pool, list(range(8))))
+    rows.assert_same(eight)
+
+    late = mla.pick(pool, list(range(8, 13)))
+    static.q[:5], static.q[5:] = late.q, float("nan")
+    static.block_table[:5], static.block_table[5:] = late.block_table, 2**31 - 1
+    static.seq_lens[:5], static.seq_lens[5:] = late.seq_lens, 0
+    graph.replay()
+    rows[:5].assert_same(mla.decode(late))
+    rows[5:].assert_empty()
+    rows.assert_differs(eight)
+
+    for name in ("q", "block_table", "seq_lens"):
+        getattr(static, name).copy_(getattr(pool, name)[:8])
+    graph.replay()
+    rows.assert_same(eight)
+
+
+@pytest.mark.gpu
+def test_replays_of_extend_with_other_query_lengths(mla):
+    def both(*q_lens):
+        """Two requests that share 16 query tokens."""
+        return mla.batch([Request(600, q_lens[0], key=1), Request(90, q_lens[1], key=2)])
+
+    static = both(10, 6)
+    graph, rows = captured(lambda: mla.extend(static))
+    for q_lens in ((10, 6), (1, 15), (16, 0), (3, 13)):
+        batch = both(*q_lens)
+        static.q.copy_(batch.q)
+        static.cu_seqlens_q.copy_(batch.cu_seqlens_q)
+        graph.replay()
+        rows.assert_same(mla.extend(batch), f"{q_lens}:")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["decode", "extend"])
+def test_no_allocation_and_no_synchronisation(mla, pool, op):
+    batch = mla.pick(pool, list(range(8)))
+    plan = plan_of(mla, batch, op)
+    options = {
+        "plan": plan,
+        "workspace": torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=mla.device),
+        "out": torch.empty(8, mla.num_heads, mla.kv_lora_rank, dtype=mla.dtype, device=mla.device),
+        "lse": torch.empty(8, mla.num_heads, device=mla.device),
+    }
+    expected = getattr(mla, op)(batch)
+    getattr(mla, op)(batch, **options).assert_same(expected)
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with no_host_synchronisation():
+        rows = getattr(mla, op)(batch, **options)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    rows.assert_same(expected)
+    with no_host_synchronisation():
+        rows = getattr(mla, op)(batch)
+    rows.assert_same(expected)
+
+
+@pytest.mark.gpu
+def test_a_length_past_the_table_is_loud(mla):
+    batch = mla.batch([Request(300, key=1), Request(70, key=2)])
+    lens = batch.seq_lens.clone()
+    lens[1] = batch.block_table.shape[1] * mla.page_size + 1
+    rows = mla.decode(replace(batch, seq_lens=lens))
+    rows[:1].assert_same(mla.decode(batch)[:1])
+    assert bool(rows.out[1].isnan().all())
+
+
+@pytest.mark.gpu
+def test_a_thousand_launches(mla, pool):
+    expected = mla.decode(pool)
+    for _ in range(1000):
+        rows = mla.decode(pool)
+    rows.assert_same(expected)
+
+
+@pytest.mark.gpu
+def test_inside_torch_compile(mla, pool):
+    batch = mla.pick(pool, list(range(5)))
+
+    def model(q):
+        return mla_decode(
+            q + 0,
+            batch.kv_cache,
+            batch.block_table,
+            batch.seq_lens,
+            softmax_scale=batch.softmax_scale,
+            kv_lora_rank=batch.kv_lora_rank,
+            order=mla.order,
+            return_lse=True,
+        )
+
+    expected = mla.decode(batch)
+    out, lse = torch.compile(model)(batch.q)
+    replace(expected, out=out, lse=lse).assert_same(expected)
+
+
+def plan_of(mla, batch, op):
+    from triton_mla.tuning import arch_of
+
+    on_gpu = mla.device.type == "cuda"
+    return plan_attention(
+        num_tokens=len(batch.q),
+        batch_size=len(batch.seq_lens),
+        num_heads=batch.q.shape[1],
+        max_seq_len=batch.block_table.shape[1] * batch.page_size,
+        kv_lora_rank=batch.kv_lora_rank,
+        qk_rope_head_dim=batch.q.shape[2] - batch.kv_lora_rank,
+        dtype=mla.dtype,
+        page_size=batch.page_size,
+        decode=op == "decode",
+        arch=arch_of(mla.device),
+        num_sms=torch.cuda.get_device_properties(mla.device).multi_processor_count if on_gpu else 1,
+        order=mla.order,
+    )
+
+
+@pytest.mark.parametrize("op", ["decode", "extend"])
+def test_a_plan_and_its_workspace_are_used_again(mla, op):
+    split = mla.order.kv_split
+    first = mla.batch([Request(2 * split + 5, 1, key=1), Request(3, 1, key=2)])
+    second = mla.batch([Request(7, 1, key=3), Request(2 * split + 1, 1, key=4)])
+    plan = plan_of(mla, first, op)
+    workspace = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8, device=mla.device)
+    for batch in (first, second, first):
+        expected = getattr(mla, op)(batch)
+        getattr(mla, op)(batch, plan=plan).assert_same(expected)
+        getattr(mla, op)(batch, plan=plan, workspace=workspace).assert_same(expected)
+
+
+def test_a_plan_brings_its_order(mla):
+    batch = mla.batch([Request(3 * mla.order.kv_split + 5, key=1)])
+    expected = mla.decode(batch)
+    plan = plan_of(mla, batch, "decode")
+    mla.decode(batch, plan=plan, order=None).assert_same(expected)
+    with pytest.raises(ValueError, match="order"):
+        mla.recut().decode(batch, plan=plan)
+    mla.recut().decode(batch).assert_differs(expected)
+
+
+def test_a_plan_that_is_too_small(mla):
+    small = mla.batch([Request(40, key=1)])
+    plan = plan_of(mla, small, "decode")
+    with pytest.raises(ValueError, match="plan"):
+        mla.decode(mla.batch([Request(40, key=1), Request(40, key=2)]), plan=plan)
+    with pytest.raises(ValueError, match="plan"):
+        mla.decode(mla.batch([Request(40, key=1)], num_heads=2 * mla.num_heads), plan=plan)
+    with pytest.raises(ValueError, match="plan"):
+        mla.decode(mla.batch([Request(40 + 4 * mla.order.kv_split, key=1)]), plan=plan)
+
+
+def test_two_processes_with_fresh_compile_caches(tmp_path):
+    digest = run_script(tmp_path / "first")
+    assert len(digest) == 64
+    assert run_script(tmp_path / "second") == digest
+    assert run_script(tmp_path / "second", key=4) != digest
+
+
+SCRIPT = """
+import hashlib, sys, torch
+from triton_mla import mla_decode
+from triton_mla.testing import Request, make_paged_batch
+device, key = sys.argv[1], int(sys.argv[2])
+batch = make_paged_batch([Request(150, key=key), Request(9, key=2)], num_heads=4, kv_lora_rank=128, device=device)
+out, lse = mla_decode(batch.q, batch.kv_cache, batch.block_table, batch.seq_lens, softmax_scale=batch.softmax_scale,
+                      kv_lora_rank=128, return_lse=True)
+assert not out.isnan().any() and not lse.isnan().any()
+print(hashlib.sha256(out.cpu().view(torch.int16).numpy().tobytes() + lse.cpu().numpy().tobytes()).hexdigest())
+"""
+
+
+def run_script(cache, key=3):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = [sys.executable, "-c", SCRIPT, device, str(key)]
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=300).stdout.strip()

@@ -1,0 +1,104 @@
+"""A token's bits do not tell how it came: alone, as a verify row, in a prompt, in a chunk, or over a cached prefix."""
+
+import pytest
+
+from triton_mla.testing import Request
+
+KEY = 11
+ON_GPU_ONLY = [pytest.param(seq_len, marks=pytest.mark.gpu) for seq_len in (1024, 4096)]
+
+
+def part(mla, start, end, **options):
+    """Tokens start..end of the prompt, over a cache that already holds what comes before them."""
+    return mla.extend(mla.batch([Request(end, end - start, key=KEY)], **options))
+
+
+def step(mla, position):
+    return mla.decode(mla.batch([Request(position + 1, key=KEY)]))
+
+
+@pytest.mark.parametrize("seq_len", [63, 64, 65, 127, 128, 129, *ON_GPU_ONLY])
+def test_verify_rows(mla, seq_len):
+    steps = [step(mla, position) for position in range(seq_len - 8, seq_len)]
+    for drafts in (1, 3, 7):
+        rows = part(mla, seq_len - drafts - 1, seq_len)
+        for i in range(drafts + 1):
+            rows[i : i + 1].assert_same(steps[7 - drafts + i], f"{drafts} drafts, row {i}:")
+    steps[-1].assert_differs(steps[-2])
+
+
+def test_verify_rows_in_each_dtype(mla_each):
+    seq_len = mla_each.order.kv_split + 3
+    rows = part(mla_each, seq_len - 5, seq_len)
+    for i in range(5):
+        rows[i : i + 1].assert_same(step(mla_each, seq_len - 5 + i), f"row {i}:")
+
+
+def test_verify_rows_in_a_batch(mla):
+    lens = [mla.order.kv_split + 2, 5, 130, 64]
+    batch = mla.batch([Request(seq_len, 4, key=seq_len) for seq_len in lens])
+    rows = mla.extend(batch)
+    for i in range(4):
+        late = [Request(seq_len - 3 + i, key=seq_len) for seq_len in lens]
+        mla.decode(mla.batch(late)).assert_same(rows[i::4], f"row {i} of each:")
+
+
+@pytest.mark.parametrize("order", [{"block_n": 16, "kv_split": 16}, {}])
+def test_prefill_is_decode(mla, order):
+    mla = mla.with_order(**order)
+    tokens = 128 if mla.device.type == "cuda" else 20
+    whole = part(mla, 0, tokens)
+    mla.check(whole, mla.batch([Request(tokens, tokens, key=KEY)]))
+    part(mla, 0, tokens - 1).assert_same(whole[:-1])
+    part(mla, tokens - 1, tokens).assert_same(whole[-1:])
+    for position in range(tokens):
+        step(mla, position).assert_same(whole[position : position + 1], f"position {position}:")
+    if order:
+        part(mla.recut(), 0, tokens).assert_differs(whole)
+
+
+@pytest.fixture(scope="module")
+def short_splits(mla):
+    """With several splits in a prompt of 257 tokens."""
+    return mla.with_order(kv_split=64)
+
+
+@pytest.fixture(scope="module")
+def prompt(short_splits):
+    rows = part(short_splits, 0, 257)
+    short_splits.check(rows, short_splits.batch([Request(257, 257, key=KEY)]))
+    return rows
+
+
+@pytest.mark.parametrize("cut", [1, 64, 100, 128, 255])
+def test_chunks(short_splits, prompt, cut):
+    part(short_splits, 0, cut).assert_same(prompt[:cut])
+    part(short_splits, cut, 257).assert_same(prompt[cut:])
+    part(short_splits.recut(), cut, 257).assert_differs(prompt[cut:])
+
+
+def test_many_chunks(short_splits, prompt):
+    cuts = [0, 1, 2, 50, 63, 65, 129, 200, 256, 257]
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        part(short_splits, start, end).assert_same(prompt[start:end], f"{start}..{end}:")
+
+
+def test_chunks_in_a_batch_with_other_pages(short_splits, prompt):
+    requests = [Request(257, 157, key=KEY), Request(40, key=3), Request(100, 100, key=KEY), Request(256, key=KEY)]
+    batch = short_splits.batch(requests, page_size=32, page_order="reversed")
+    rows = short_splits.extend(batch)
+    rows[batch.rows(0)].assert_same(prompt[100:])
+    rows[batch.rows(2)].assert_same(prompt[:100])
+    rows[batch.rows(3)].assert_same(prompt[255:256])
+
+
+@pytest.fixture(scope="module")
+def long_prompt(mla):
+    return part(mla, 0, 4097)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefix", [1, 511, 2048, 4096])
+def test_long_prefix(mla, long_prompt, prefix):
+    part(mla, prefix, 4097).assert_same(long_prompt[prefix:])
+    part(mla.recut(), prefix, 4097).assert_differs(long_prompt[prefix:])
