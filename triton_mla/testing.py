@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -77,7 +77,7 @@ class PagedBatch:
 
     def to(self, device: torch.device | str) -> PagedBatch:
         """The same bytes on another device."""
-        tensors = {
+        tensors: dict[str, Any] = {
             field.name: value.to(device)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
