@@ -1,0 +1,88 @@
+"""Costs on the CPU's side: the time one eager call keeps the host, and how many kernels a varying batch compiles."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+import random
+
+import torch
+from triton.runtime.jit import JITFunction
+
+import triton_mla.kernels
+from benchmarks.implementations import REGISTRY, Call
+from benchmarks.peers import Peers
+from benchmarks.runner import reason
+from benchmarks.timing import Timing, host_time
+from benchmarks.workloads import RANK, ROPE, SOFTMAX_SCALE, Inputs, decode, make_inputs
+from triton_mla import mla_decode
+
+log = logging.getLogger(__name__)
+
+HOST_WORKLOAD = decode(16, 8, 1024)
+"""Small, so that the device always waits for the host."""
+PAGE = 64
+
+
+def plain_call(inputs: Inputs) -> Call:
+    """The op as a first user writes it: nothing reused."""
+    return lambda: mla_decode(
+        inputs.q, inputs.kv_cache, inputs.block_table, inputs.seq_lens, softmax_scale=SOFTMAX_SCALE
+    )
+
+
+def measure_host_times(
+    peers: Peers, names: tuple[str, ...] = ("flashmla", "fa3_mla_auto", "vllm_triton_1")
+) -> dict[str, Timing]:
+    """Host time of one asynchronous decode call: this package, plain and with everything reused, and peers."""
+    inputs = make_inputs(HOST_WORKLOAD, "cuda")
+    times = {"triton_mla": host_time(plain_call(inputs))}
+    times["triton_mla reused"] = host_time(REGISTRY["triton_mla"](inputs, peers))
+    for name in names:
+        try:
+            times[name] = host_time(REGISTRY[name](inputs, peers))
+        except Exception as error:
+            log.warning("host time: %s left out: %s", name, reason(error))
+    return times
+
+
+def kernel_functions() -> dict[str, JITFunction]:
+    """Every jit function of the package's kernel modules, by name; one that others import is listed once."""
+    modules = [
+        importlib.import_module(f"{triton_mla.kernels.__name__}.{info.name}")
+        for info in pkgutil.iter_modules(triton_mla.kernels.__path__)
+    ]
+    found = {
+        id(value): value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)
+    }
+    return {f"{value.__module__.rsplit('.', 1)[-1]}.{value.__name__}": value for value in found.values()}
+
+
+def varying_batches(seed: int = 0) -> list[tuple[list[int], int]]:
+    """(lengths, table width) of calls that cover batch 1..33, table width 1..65 and lengths 1..5000 (pages of 64)."""
+    rng = random.Random(seed)
+    edges = [1, 15, 16, 17, 63, 64, 65, 127, 128, 1000, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 4999, 5000]
+    batches = [([rng.randint(1, 5000) for _ in range(b)], 79) for b in range(1, 34)]
+    batches += [([n] * rng.randint(1, 33), -(-n // PAGE)) for n in edges]
+    batches += [([rng.randint(1, PAGE * width) for _ in range(rng.randint(1, 33))], width) for width in range(1, 66)]
+    return batches
+
+
+def count_variants(heads: int, device: str = "cuda") -> dict[str, int]:
+    """Kernels compiled by `mla_decode` over `varying_batches()`, by kernel name, starting from none in memory."""
+    functions = kernel_functions()
+    for function in functions.values():
+        function.device_caches.clear()
+    generator = torch.Generator(device=device).manual_seed(0)
+    cache = torch.randn(80, PAGE, RANK + ROPE, generator=generator, device=device, dtype=torch.bfloat16)
+    for lengths, width in varying_batches():
+        batch = len(lengths)
+        q = torch.randn(batch, heads, RANK + ROPE, generator=generator, device=device, dtype=torch.bfloat16)
+        table = torch.randint(80, (batch, width), generator=generator, device=device, dtype=torch.int32)
+        seq_lens = torch.tensor(lengths, device=device, dtype=torch.int32)
+        mla_decode(q, cache, table, seq_lens, softmax_scale=SOFTMAX_SCALE)
+    counts = {
+        name: sum(len(entry[0]) for entry in function.device_caches.values()) for name, function in functions.items()
+    }
+    return {name: count for name, count in counts.items() if count}
