@@ -1,0 +1,1 @@
+"""Records of verification runs on GPUs, and the command that writes and checks them."""

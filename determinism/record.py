@@ -1,0 +1,130 @@
+"""Writes and checks the records of GPU runs under determinism/records/.
+
+python -m determinism.record --check          exit 0 only when a passing record has the digest of the present sources
+python -m determinism.record --write          runs `triton-mla verify` on the GPU and writes <gpu>_<date>.json
+python -m determinism.record --write --tests  also runs the kernel and invariance tests there and adds their counts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from triton_mla import verification
+from triton_mla.cli.text import ProgressLine
+from triton_mla.cli.verify import render
+from triton_mla.fingerprint import source_digest, source_files
+from triton_mla.verification import golden
+
+ROOT = Path(__file__).resolve().parent.parent
+SUITES = ("tests/kernels", "tests/invariance")
+
+
+def read_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every record of the folder by file name; golden digests are no records."""
+    files = sorted(file for file in folder.glob("*.json") if not file.name.startswith("golden_"))
+    return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
+
+
+def changed_files(record: dict[str, Any]) -> list[str]:
+    """Names of the kernel files that are not those of the record."""
+    now, then = source_files(), record["sources"]
+    return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+
+
+def check(folder: Path) -> int:
+    """Prints how each record stands to the present sources; 0 when one matches and passed."""
+    present = source_digest()
+    matches = 0
+    records = read_records(folder)
+    for name, record in records.items():
+        if record["source_digest"] != present:
+            print(f"{name}: OF OTHER SOURCES; changed since: {', '.join(changed_files(record))}")
+        elif not record["passed"]:
+            print(f"{name}: of these sources, and it FAILED")
+        else:
+            matches += 1
+            print(f"{name}: of these sources, passed")
+    if matches:
+        return 0
+    print(f"\n*** NO GPU RECORD OF THE PRESENT SOURCES ({present[:16]}) among {len(records)} under {folder.name}/ ***")
+    print("*** run `python -m determinism.record --write --tests` on a GPU ***")
+    return 1
+
+
+def run_tests(suites: Sequence[str] = SUITES) -> dict[str, Any]:
+    """Runs test folders in a process of their own: {"passed", "failed", "skipped", "seconds", "failures": [names]}."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *suites]
+        subprocess.run(command, cwd=ROOT, check=False)
+        return count_tests(report)
+
+
+def count_tests(report: Path) -> dict[str, Any]:
+    """Counts of a junit report; a missing one counts as a failure."""
+    counts: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "failures": []}
+    if not report.is_file():
+        return {**counts, "failed": 1, "failures": ["pytest wrote no report"]}
+    for case in ElementTree.parse(report).iter("testcase"):
+        outcomes = {child.tag for child in case}
+        outcome = "failed" if outcomes & {"failure", "error"} else "skipped" if "skipped" in outcomes else "passed"
+        counts[outcome] += 1
+        counts["seconds"] = round(counts["seconds"] + float(case.get("time", 0)), 2)
+        if outcome == "failed":
+            counts["failures"].append(f"{case.get('classname')}::{case.get('name')}")
+    return counts
+
+
+def write(folder: Path, *, tests: bool) -> int:
+    """Runs the suite on the current GPU and writes its record and golden digests; 0 when everything passed.
+
+    Golden digests of a new fingerprint are added. Those of a known one are never replaced: where they differ, the run
+    fails and `NUMERICS_REVISION` has to be raised.
+    """
+    progress = ProgressLine()
+    report = verification.run("cuda", records=folder, progress=progress)
+    progress.clear()
+    print(render(report))
+    evidence = report.to_json()
+    if tests:
+        evidence["tests"] = run_tests()
+        evidence["passed"] = report.passed and evidence["tests"]["failed"] == 0 < evidence["tests"]["passed"]
+        print(f"tests: {evidence['tests']}")
+    gpu = report.environment["device"]["name"].lower().replace(" ", "_")
+    _write_json(folder / f"{gpu}_{report.created[:10]}.json", evidence)
+    if evidence["passed"]:
+        arch = report.fingerprint["arch"]
+        _write_json(golden.path_of(arch, folder), {**report.golden, **golden.load(arch, folder)})
+    return 0 if evidence["passed"] else 1
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path.name}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m determinism.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", action="store_true", help="compare the records with the present sources")
+    action.add_argument("--write", action="store_true", help="run on the GPU and write a record")
+    parser.add_argument("--tests", action="store_true", help="with --write: also run the kernel and invariance tests")
+    parser.add_argument("--folder", type=Path, default=golden.RECORDS, help="folder of the records")
+    args = parser.parse_args(argv)
+    return check(args.folder) if args.check else write(args.folder, tests=args.tests)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The record of GPU runs: accepted only when it passed and is of the present sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from determinism import record
+from triton_mla import verification
+from triton_mla.fingerprint import source_digest, source_files
+from triton_mla.verification import golden
+from triton_mla.verification.report import CheckResult, ControlResult, Report
+
+
+def report(*, failed: bool = False, golden_digests: dict[str, Any] | None = None) -> Report:
+    device = {"type": "cuda", "name": "NVIDIA Test GPU", "driver": "1"}
+    versions = {name: "1" for name in ("python", "torch", "triton", "numpy")}
+    check = CheckResult("size", "batch", "failed" if failed else "passed", 3, int(failed), 0.1)
+    return Report(
+        profile="gpu",
+        environment={**versions, "device": device},
+        sources=source_files(),
+        fingerprint={"digest": "d" * 64, "arch": "sm_90", "kernel_sources": source_digest()},
+        created="2030-01-02T03:04:05Z",
+        checks=[check],
+        controls=[ControlResult("splits", "passed", 2, 2, 0.1)],
+        golden=golden_digests or {"p": {"outputs": {"decode": "x"}}},
+    )
+
+
+def store(folder: Path, name: str, **changes: Any) -> None:
+    (folder / name).write_text(json.dumps({**report().to_json(), **changes}), encoding="utf-8")
+
+
+def test_no_record_is_loud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "golden_sm_90.json").write_text("{}", encoding="utf-8")
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 1
+    assert "*** NO GPU RECORD OF THE PRESENT SOURCES" in capsys.readouterr().out
+
+
+def test_a_record_of_other_sources_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = {**source_files(), "plan.py": "0", "kernels/gone.py": "0"}
+    store(tmp_path, "gpu_2030-01-02.json", source_digest="0", sources=sources)
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 1
+    assert "changed since: kernels/gone.py, plan.py" in capsys.readouterr().out
+
+
+def test_a_failed_record_does_not_count(tmp_path: Path) -> None:
+    store(tmp_path, "gpu_2030-01-02.json", passed=False)
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 1
+
+
+def test_one_passing_record_of_these_sources_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store(tmp_path, "gpu_2030-01-02.json")
+    store(tmp_path, "gpu_2029-01-02.json", source_digest="0")
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 0
+    assert "***" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def gpu_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what the run on the GPU and the tests there give."""
+
+    def arrange(run: Report, tests: dict[str, Any] | None = None) -> None:
+        monkeypatch.setattr(verification, "run", lambda *args, **options: run)
+        monkeypatch.setattr(record, "run_tests", lambda: tests)
+
+    return arrange
+
+
+def test_write_and_check(tmp_path: Path, gpu_run: Any) -> None:
+    gpu_run(report(), {"passed": 40, "failed": 0, "skipped": 1})
+    assert record.main(["--write", "--tests", "--folder", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "nvidia_test_gpu_2030-01-02.json").read_text(encoding="utf-8"))
+    assert data["passed"] and data["tests"]["passed"] == 40 and data["checks"][0]["comparisons"] == 3
+    assert golden.load("sm_90", tmp_path) == {"p": {"outputs": {"decode": "x"}}}
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("tests", [{"passed": 40, "failed": 1}, {"passed": 0, "failed": 0}], ids=["failed", "none ran"])
+def test_failed_tests_fail_the_record(tmp_path: Path, gpu_run: Any, tests: dict[str, Any]) -> None:
+    gpu_run(report(), tests)
+    assert record.main(["--write", "--tests", "--folder", str(tmp_path)]) == 1
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 1
+    assert golden.load("sm_90", tmp_path) == {}
+
+
+def test_a_failed_run_is_written_and_does_not_set_golden_digests(tmp_path: Path, gpu_run: Any) -> None:
+    gpu_run(report(failed=True))
+    assert record.main(["--write", "--folder", str(tmp_path)]) == 1
+    assert golden.load("sm_90", tmp_path) == {}
+
+
+def test_golden_digests_are_added_and_never_replaced(tmp_path: Path, gpu_run: Any) -> None:
+    for name, value in (("p", "x"), ("p", "y"), ("q", "z")):
+        gpu_run(report(golden_digests={name: {"outputs": {"decode": value}}}))
+        record.main(["--write", "--folder", str(tmp_path)])
+    assert golden.load("sm_90", tmp_path) == {"p": {"outputs": {"decode": "x"}}, "q": {"outputs": {"decode": "z"}}}
+
+
+def test_counts_of_a_junit_report(tmp_path: Path) -> None:
+    file = tmp_path / "junit.xml"
+    file.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="b" time="0.5"/>'
+        '<testcase classname="a" name="c" time="1"><failure/></testcase>'
+        '<testcase classname="a" name="d" time="0"><skipped/></testcase>'
+        '<testcase classname="a" name="e" time="0"><error/></testcase></testsuite></testsuites>',
+        encoding="utf-8",
+    )
+    counts = record.count_tests(file)
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1, "seconds": 1.5, "failures": ["a::c", "a::e"]}
+    assert record.count_tests(tmp_path / "missing.xml")["failed"] == 1
+
+
+def test_tests_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+    test = tmp_path / "test_two.py"
+    test.write_text("def test_good(): pass\ndef test_bad(): assert False\n", encoding="utf-8")
+    counts = record.run_tests([str(test)])
+    assert (counts["passed"], counts["failed"]) == (1, 1)
+
+
+def test_usage() -> None:
+    for argv in ([], ["--check", "--write"]):
+        with pytest.raises(SystemExit) as stopped:
+            record.main(argv)
+        assert stopped.value.code == 2

@@ -1,0 +1,80 @@
+"""What the bits of a result depend on besides its inputs, as one readable and hashable record."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from triton_mla.tuning import DEFAULT_ORDER, ReductionOrder, arch_of
+
+NUMERICS_REVISION = 1
+"""Raised by a release whose results differ in any bit from those before it. `verify` compares golden digests under one
+fingerprint, so a change of bits without a new revision is a failed check."""
+
+_SOURCES = ("kernels/*.py", "plan.py", "tuning.py", "attention.py")
+
+
+def source_files() -> dict[str, str]:
+    """SHA-256 (hex) of each file that the kernels are made of, by its name in the package; line ends do not matter."""
+    root = Path(__file__).parent
+    files = sorted(file for pattern in _SOURCES for file in root.glob(pattern))
+    texts = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def source_digest() -> str:
+    """SHA-256 (hex) over the kernel files, `plan.py`, `tuning.py` and `attention.py`."""
+    return _digest(source_files())
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def numerics_fingerprint(
+    *,
+    order: ReductionOrder = DEFAULT_ORDER,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: str | None = None,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+) -> dict[str, Any]:
+    """Everything that can change the bits of `out` and `lse` for given inputs.
+
+    Args:
+        order: the reduction order of the calls.
+        dtype: element type of q and of the cache.
+        arch: name of the architecture ("sm_90", "interpreter", ...); None takes that of the current device.
+        kv_lora_rank, qk_rope_head_dim: latent and rope dims (elements) of a cached token.
+
+    Returns:
+        A json-able dict. `digest` (SHA-256, hex) covers `revision`, `order`, `arch`, `triton`, `dtype` and the two
+        dims, and under the interpreter `numpy`: equal digests and equal inputs give equal bits. `kernel_sources` is the
+        digest of the source files; it is evidence and not part of `digest`, since an edit of a schedule changes files
+        but no bits. Nothing names the machine: two machines of one kind give the same dict.
+
+    Raises:
+        ValueError: arch is None and the current device is a CPU without Triton's interpreter.
+    """
+    if arch is None:
+        arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    numerics: dict[str, Any] = {
+        "revision": NUMERICS_REVISION,
+        "order": dataclasses.asdict(order),
+        "arch": arch,
+        "triton": triton.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_lora_rank": kv_lora_rank,
+        "qk_rope_head_dim": qk_rope_head_dim,
+    }
+    if arch == "interpreter":
+        import numpy
+
+        numerics["numpy"] = numpy.__version__
+    return {"digest": _digest(numerics), **numerics, "kernel_sources": source_digest()}

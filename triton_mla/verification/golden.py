@@ -1,0 +1,97 @@
+"""Digests of a few outputs on fixed inputs, so that a release whose results differ in a bit says so."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triton_mla import attention
+from triton_mla.fingerprint import numerics_fingerprint
+from triton_mla.tuning import arch_of
+from triton_mla.verification.profiles import Profile
+from triton_mla.verification.trial import NotHereError, Rows
+
+RECORDS = Path(__file__).resolve().parents[2] / "determinism" / "records"
+"""Where a source checkout keeps its records."""
+
+PAGE = 64
+SCALE = 192**-0.5
+
+
+def fixed_values(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device, key: int = 0) -> torch.Tensor:
+    """[rows, columns] numbers k/128 in [-1, 1), exact in every dtype, by integer arithmetic (no generator)."""
+    x = torch.arange(rows * columns) + (key << 24)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x31848BAB)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    values = ((x ^ (x >> 16)) >> 24) - 128
+    return (values.double() / 128).to(dtype).reshape(rows, columns).to(device)
+
+
+def digest(rows: Rows) -> str:
+    """SHA-256 (hex) of the bytes of `out` and `lse`."""
+    sha = hashlib.sha256()
+    for tensor in (rows.out, rows.lse):
+        data = tensor.contiguous().cpu()
+        sha.update(ctypes.string_at(data.data_ptr(), data.nbytes))
+    return sha.hexdigest()
+
+
+def outputs(profile: Profile, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+    """Digests of a decode call (lengths 1 ... 5000) and of an extend call (9 tokens across 4096) with 16 heads."""
+    rank, heads, lengths = profile.kv_lora_rank, 16, [1, 65, 2049, 5000]
+    dim = rank + profile.qk_rope_head_dim
+    pages = -(-max(lengths) // PAGE)
+    cache = fixed_values(pages * PAGE, dim, dtype=dtype, device=device).view(pages, PAGE, dim)
+    table = torch.arange(pages, dtype=torch.int32, device=device).expand(len(lengths), pages).contiguous()
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    shared: Any = {"softmax_scale": SCALE, "kv_lora_rank": rank, "order": profile.order, "return_lse": True}
+    q = fixed_values(len(lengths) * heads, dim, dtype=dtype, device=device, key=1).view(-1, heads, dim)
+    decoded = attention.mla_decode(q, cache, table, lens, **shared)
+    q = fixed_values(9 * heads, dim, dtype=dtype, device=device, key=2).view(-1, heads, dim)
+    starts = torch.tensor([0, 9], dtype=torch.int32, device=device)
+    lens = torch.tensor([4100], dtype=torch.int32, device=device)
+    extended = attention.mla_extend(q, cache, table[:1], starts, lens, **shared)
+    return {"decode": digest(Rows(*decoded)), "extend": digest(Rows(*extended))}
+
+
+def measure(profile: Profile, device: torch.device) -> dict[str, Any]:
+    """Golden digests of this machine: {fingerprint digest: {"fingerprint": ..., "outputs": {name: digest}}}."""
+    result = {}
+    for dtype in dict.fromkeys(dtype for dtype, _ in profile.cases):
+        fingerprint = numerics_fingerprint(
+            order=profile.order,
+            dtype=dtype,
+            arch=arch_of(device),
+            kv_lora_rank=profile.kv_lora_rank,
+            qk_rope_head_dim=profile.qk_rope_head_dim,
+        )
+        result[fingerprint["digest"]] = {"fingerprint": fingerprint, "outputs": outputs(profile, dtype, device)}
+    return result
+
+
+def path_of(arch: str, folder: Path = RECORDS) -> Path:
+    """The file of an architecture's golden digests."""
+    return folder / f"golden_{arch}.json"
+
+
+def load(arch: str, folder: Path = RECORDS) -> dict[str, Any]:
+    """The stored golden digests of an architecture, in the form of `measure`; empty when there are none."""
+    path = path_of(arch, folder)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def compare(measured: dict[str, Any], stored: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yields (output, equal) for each fingerprint that is in both; NotHereError when none is."""
+    both = [key for key in measured if key in stored]
+    if not both:
+        raise NotHereError("no stored digests for this architecture, triton version and fingerprint")
+    for key in both:
+        dtype = measured[key]["fingerprint"]["dtype"]
+        for name, value in measured[key]["outputs"].items():
+            yield f"{dtype} {name}", stored[key]["outputs"].get(name) == value
