@@ -166,15 +166,28 @@ class Mla:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rows_without_a_place() -> Iterator[None]:
-    """The interpreter's matrix product is BLAS, where a row's bits depend on its place in the matrix."""
+def chained_dot() -> Iterator[None]:
+    """`tl.dot` under the interpreter as a tensor core does it: one chain of sums from the accumulator, k ascending.
+
+    The interpreter's own product is BLAS, where a row's bits depend on its place in the matrix (16 x 64 by 64 x 64: of
+    16384 elements 5322 differ when the rows are rotated), and it is added to the accumulator as a whole, so that a cut
+    between two tiles would leave no trace.
+    """
     if ON_GPU:
         yield
         return
-    from triton_mla.verification.interpreter import ascending_dot
+    from triton.runtime import interpreter
 
-    with ascending_dot():
-        yield
+    def create_dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _max_imprecise: Any) -> Any:
+        left, right, total = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype), d.data.copy()
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., None, k, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    original = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    yield
+    interpreter.InterpreterBuilder.create_dot = original
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,10 @@ def test_scales_and_range(mla_each, gain):
         assert_close(result.lse, expected.lse, 1e-4 if gain < 1 else 1e-2, "lse")
         mla_each.decode(replace(mla_each.pick(batch, [1, 0, 1]), softmax_scale=scale)).assert_same(result[[1, 0, 1]])
     for other in rows[1:]:
-        assert_bitwise_equal(rows[0].out[0], other.out[0], "one token")
+        if mla_each.dtype == torch.float32:
+            assert_close(rows[0].out[0], other.out[0], 1e-6, "one token")
+        else:
+            assert_bitwise_equal(rows[0].out[0], other.out[0], "one token")
         rows[0][1:].assert_differs(other[1:])
 
 
