@@ -1,0 +1,15 @@
+"""Batch-invariant MLA attention in Triton. Importing this touches no GPU and no optional package."""
+
+from . import compiled as _compiled  # noqa: F401  registers the torch.library operators
+from .attention import merge_attn_states, mla_decode, mla_extend, write_kv_cache
+from .dims import MLADims
+from .errors import UnsupportedError
+from .plan import AttentionPlan, plan_attention
+from .tuning import DEFAULT_ORDER, ReductionOrder, Schedule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEFAULT_ORDER", "AttentionPlan", "MLADims", "ReductionOrder", "Schedule", "UnsupportedError", "merge_attn_states", "mla_decode", "mla_extend",
+    "plan_attention", "write_kv_cache",
+]

@@ -1,0 +1,288 @@
+"""The public attention ops: argument checks, outputs, and one call of `launch.attend`.
+
+A query row's ``out`` and ``lse`` are a function of its query, its KV tokens in position order, the scale, the dtypes and the
+`ReductionOrder` alone: never of the batch, the pages, the schedule or how a prompt was cut. See docs/numerics.md.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from . import checks
+from .kernels.cache import write_kv_cache_kernel
+from .kernels.merge import merge_attn_states_kernel
+from .launch import INTERPRETED, attend, launch
+from .plan import AttentionPlan, check_dims, check_page_size, plan_attention
+from .tuning import DEFAULT_ORDER, ReductionOrder, arch_of
+
+Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@lru_cache(maxsize=64)
+def _device_facts(device: torch.device) -> tuple[str, int]:
+    """(architecture name, multiprocessors)"""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return arch_of(device), sms
+
+
+_cached_plan = lru_cache(maxsize=1024)(plan_attention)
+
+
+def write_kv_cache(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | None = None
+) -> None:
+    """Write new tokens' latent rows into the paged cache, in place.
+
+    Args:
+        kv_c: [T, R] compressed KV after its norm; k_pe: [T, P] rotated rope key. Same dtype as the cache.
+        kv_cache: [num_blocks, block_size, R + P], any strides with a contiguous last dimension.
+        slot_mapping: [T] int64, page id * block_size + offset; -1 skips the token. Two tokens with one slot leave either of them.
+            A slot past the pool is refused on the CPU; on a GPU, where the host cannot see it, it is not written.
+        k_scale: must be None (fp8 caches are not supported).
+
+    Raises:
+        ValueError: an argument is wrong; nothing has been written.
+    """
+    checks.no_scale(k_scale)
+    cache = checks.tensor("kv_cache", kv_cache, dims=3)
+    checks.float_dtype("kv_cache", cache)
+    checks.runnable(cache.device)
+    kv_c = checks.tensor("kv_c", kv_c, dims=2, dtype=cache.dtype, device=cache.device)
+    k_pe = checks.tensor("k_pe", k_pe, dims=2, dtype=cache.dtype, device=cache.device)
+    slots = checks.tensor("slot_mapping", slot_mapping, dims=1, dtype=torch.int64, device=cache.device)
+    num_tokens, R = kv_c.shape
+    P = k_pe.shape[1]
+    num_pages, page_size, width = cache.shape
+    check_dims(R, P)
+    check_page_size(page_size)
+    checks.shape("k_pe", k_pe, (num_tokens, P), "one row for each row of kv_c")
+    checks.shape("slot_mapping", slots, (num_tokens,), "one slot for each row of kv_c")
+    if width != R + P:
+        raise ValueError(f"kv_cache has shape {tuple(cache.shape)}; its last dimension must be {R + P}, the sum of kv_c's {R} and k_pe's {P}")
+    if slots.device.type == "cpu" and num_tokens and not (-1 <= int(slots.min()) and int(slots.max()) < num_pages * page_size):
+        raise ValueError(f"slot_mapping has slots from {int(slots.min())} to {int(slots.max())}; they must be from -1 (skip) to {num_pages * page_size - 1}")
+    if torch.compiler.is_compiling():
+        torch.ops.triton_mla.write_kv_cache(kv_c, k_pe, kv_cache, slots)
+        return
+    strides = (kv_c.stride(0), k_pe.stride(0), cache.stride(0), cache.stride(1))
+    key = (cache.dtype, R, P, strides, kv_c.data_ptr() % 16, k_pe.data_ptr() % 16, cache.data_ptr() % 16)
+    with _on(cache.device):
+        launch(write_kv_cache_kernel, key, (num_tokens, 1), (kv_c, k_pe, cache, slots, *strides, page_size, num_pages * page_size),
+               {"R": R, "BLOCK_R": triton.next_power_of_2(R), "P": P, "BLOCK_P": triton.next_power_of_2(max(P, 16))}, {"num_warps": 1})
+
+
+def mla_decode(
+    q: Query, kv_cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, *, softmax_scale: float | None = None,
+    kv_lora_rank: int = 512, k_scale: float | None = None, out: torch.Tensor | None = None, return_lse: bool = False,
+    plan: AttentionPlan | None = None, order: ReductionOrder | None = None, workspace: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed MLA attention of one query token a request over the paged latent cache (DeepSeek-V2, arXiv:2405.04434, §2.1).
+
+    ``out[b, h] = sum_j softmax_j(scale * q[b, h] . kv[j]) * kv[j, :R]`` over the first ``seq_lens[b]`` tokens of request b.
+
+    Args:
+        q: [B, H, R + P], or the pair (q_nope [B, H, R], q_pe [B, H, P]); q_nope has been multiplied by W_UK. fp16, bf16 or fp32.
+        kv_cache: [num_blocks, block_size, R + P], dtype of q. R a multiple of 16 up to 512, P 0 or a multiple of 16 up to 64,
+            block_size 1 or a multiple of 16. Memory past ``seq_lens`` may hold anything, NaN too.
+        block_table: [B, W] int32 page ids; entries past a request's last page are not read.
+        seq_lens: [B] int32 tokens of each request, the new one included. 0: out is 0 and lse -inf.
+        softmax_scale: required; of the model, e.g. 192 ** -0.5 times the square of its YaRN mscale.
+        kv_lora_rank: R.
+        out: preallocated [B, H, R] of q's dtype; lse: preallocated [B, H] fp32, with ``return_lse=True``.
+        plan: of `plan_attention` for these shapes, reusable for every layer and step whose lengths it covers; workspace: uint8 tensor
+            of at least ``plan.workspace_bytes``, used by one stream at a time. With plan, workspace, out and lse nothing is allocated.
+        order: `ReductionOrder`; the plan's, else the default.
+
+    Returns:
+        out [B, H, R], and lse [B, H] (fp32, natural log) with ``return_lse=True``. On a GPU a request whose length is more than its
+        block table or the plan can hold becomes NaN: reading the length back to refuse it would stall the stream.
+
+    Raises:
+        ValueError: an argument is wrong; nothing has been launched or written.
+    """
+    return _attention("mla_decode", q, kv_cache, block_table, None, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, return_lse, plan, order,
+                      workspace, lse)
+
+
+def mla_extend(
+    q: Query, kv_cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, *,
+    softmax_scale: float | None = None, kv_lora_rank: int = 512, k_scale: float | None = None, out: torch.Tensor | None = None,
+    return_lse: bool = False, plan: AttentionPlan | None = None, order: ReductionOrder | None = None, workspace: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal absorbed MLA attention of any number of new tokens a request, whose KV is already in the cache.
+
+    Query i of request r is at position ``seq_lens[r] - q_len[r] + i`` and sees the tokens up to and including itself. Each row has the
+    bits that `mla_decode` gives at its position.
+
+    Args:
+        q: [T, H, R + P] or (q_nope [T, H, R], q_pe [T, H, P]), the requests' tokens one after another.
+        cu_seqlens_q: [B + 1] int32, begins of the requests' tokens in q; tokens from ``cu_seqlens_q[B]`` on are padding (out 0, lse -inf).
+        seq_lens: [B] int32 tokens of each request, the new ones included.
+        The others are as in `mla_decode`, with T in place of B in q, out and lse.
+    """
+    return _attention("mla_extend", q, kv_cache, block_table, cu_seqlens_q, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, return_lse, plan,
+                      order, workspace, lse)
+
+
+def _attention(
+    op: str, q: Any, kv_cache: Any, block_table: Any, cu_seqlens_q: Any, seq_lens: Any, softmax_scale: Any, kv_lora_rank: Any, k_scale: Any, out: Any,
+    return_lse: bool, plan: Any, order: Any, workspace: Any, lse: Any,
+) -> Any:
+    decode = op == "mla_decode"
+    scale = checks.softmax_scale(softmax_scale)
+    checks.no_scale(k_scale)
+    cache = checks.tensor("kv_cache", kv_cache, dims=3)
+    checks.float_dtype("kv_cache", cache)
+    device, dtype = cache.device, cache.dtype
+    checks.runnable(device)
+    num_pages, page_size, width = cache.shape
+    P = width - kv_lora_rank if isinstance(kv_lora_rank, int) else -1
+    check_dims(kv_lora_rank, P)
+    check_page_size(page_size)
+    q_nope, q_pe = _split_query(q, kv_lora_rank, P, dtype, device)
+    num_tokens, num_heads, _ = q_nope.shape
+    table = checks.tensor("block_table", block_table, dims=2, dtype=torch.int32, device=device)
+    lens = checks.tensor("seq_lens", seq_lens, dims=1, dtype=torch.int32, device=device)
+    batch_size = lens.shape[0]
+    if decode and num_tokens != batch_size:
+        raise ValueError(f"q has {num_tokens} rows and seq_lens {batch_size}; a decode has one query token a request")
+    if table.shape[0] != batch_size:
+        raise ValueError(f"block_table has {table.shape[0]} rows; it must have {batch_size}, one for each of seq_lens")
+    if decode:
+        starts = lens
+    else:
+        starts = checks.tensor("cu_seqlens_q", cu_seqlens_q, dims=1, dtype=torch.int32, device=device)
+        checks.shape("cu_seqlens_q", starts, (batch_size + 1,), "one more entry than seq_lens")
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        checks.lengths(lens, table, page_size, num_pages, None if decode else starts, num_tokens)
+    plan = _plan_for(plan, order, num_tokens, batch_size, num_heads, table.shape[1] * page_size, kv_lora_rank, P, dtype, page_size, decode, device)
+    if out is not None:
+        out = checks.tensor("out", out, dims=3, dtype=dtype, device=device)
+        checks.shape("out", out, (num_tokens, num_heads, kv_lora_rank), "one latent vector for each query row")
+    if lse is not None:
+        if not return_lse:
+            raise ValueError("lse was given but return_lse is False; set return_lse=True to have it filled")
+        lse = checks.tensor("lse", lse, dims=2, dtype=torch.float32, device=device)
+        checks.shape("lse", lse, (num_tokens, num_heads), "one value for each query row")
+        if not lse.is_contiguous():
+            raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous")
+    if workspace is not None:
+        workspace = checks.tensor("workspace", workspace, dims=1, dtype=torch.uint8, device=device)
+        if workspace.numel() < plan.workspace_bytes or workspace.data_ptr() % 16:
+            raise ValueError(f"workspace has {workspace.numel()} bytes at {workspace.data_ptr():#x}; it must have at least "
+                             f"plan.workspace_bytes={plan.workspace_bytes}, aligned to 16")
+    if compiling:
+        result = torch.ops.triton_mla.attend(q_nope, q_pe, cache, table, None if decode else starts, lens, scale, kv_lora_rank, plan.max_seq_len,
+                                             plan.order.block_n, plan.order.kv_split, plan.order.reference_step)
+        if out is not None:
+            out.copy_(result[0])
+        if lse is not None:
+            lse.copy_(result[1])
+        result = (result[0] if out is None else out, result[1] if lse is None else lse)
+        return result if return_lse else result[0]
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, kv_lora_rank), dtype=dtype, device=device)
+    if lse is None:
+        lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
+    if workspace is None:
+        scratch = torch.empty(plan.workspace_bytes // 4, dtype=torch.float32, device=device) if plan.workspace_bytes else lse
+    else:
+        scratch = workspace[: plan.workspace_bytes].view(torch.float32) if plan.workspace_bytes else lse
+    with _on(device):
+        attend(plan, q_nope, q_pe, cache, table, starts, lens, scale, out, lse, scratch)
+    return (out, lse) if return_lse else out
+
+
+def merge_attn_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of tokens, from the results over each.
+
+    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, in fp32.
+
+    Args:
+        out_a, out_b: [T, H, V], one dtype; lse_a, lse_b: [T, H] fp32, natural log. An lse of -inf or +inf marks an empty side, whose out may
+            hold anything: the other side is returned bit for bit. Both empty: 0 and -inf.
+
+    Returns:
+        out [T, H, V] of the inputs' dtype, lse [T, H] fp32.
+    """
+    out_a = checks.tensor("out_a", out_a, dims=3)
+    checks.float_dtype("out_a", out_a)
+    device = out_a.device
+    checks.runnable(device)
+    num_tokens, num_heads, V = out_a.shape
+    out_b = checks.tensor("out_b", out_b, dims=3, dtype=out_a.dtype, device=device)
+    checks.shape("out_b", out_b, tuple(out_a.shape), "the shape of out_a")
+    for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
+        checks.shape(name, checks.tensor(name, value, dims=2, dtype=torch.float32, device=device), (num_tokens, num_heads), "one value for each row")
+    if torch.compiler.is_compiling():
+        return torch.ops.triton_mla.merge_attn_states(out_a, lse_a, out_b, lse_b)
+    out = torch.empty((num_tokens, num_heads, V), dtype=out_a.dtype, device=device)
+    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
+    strides = (out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1), out.stride(0), out.stride(1))
+    key = (out.dtype, V, strides, lse_a.stride(0), lse_b.stride(0), out_a.data_ptr() % 16, out_b.data_ptr() % 16)
+    with _on(device):
+        launch(merge_attn_states_kernel, key, (num_tokens * num_heads, 1),
+               (out_a, lse_a, out_b, lse_b, out, lse, *strides, lse_a.stride(0), lse_b.stride(0), num_heads),
+               {"V": V, "BLOCK_V": triton.next_power_of_2(V), "EMULATE_BF16": INTERPRETED and out.dtype == torch.bfloat16}, {"num_warps": 1})
+    return out, lse
+
+
+def _split_query(q: Any, R: int, P: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(q, torch.Tensor):
+        q = checks.tensor("q", q, dims=3, dtype=dtype, device=device)
+        if q.shape[2] != R + P:
+            raise ValueError(f"q has shape {tuple(q.shape)}; its last dimension must be {R + P}, kv_cache's width")
+        return q[..., :R], q[..., R:]
+    if not isinstance(q, (tuple, list)) or len(q) != 2:
+        raise ValueError(f"q={type(q).__name__} must be a tensor or a pair (q_nope, q_pe)")
+    q_nope = checks.tensor("q[0]", q[0], dims=3, dtype=dtype, device=device)
+    q_pe = checks.tensor("q[1]", q[1], dims=3, dtype=dtype, device=device)
+    if q_nope.shape[2] != R:
+        raise ValueError(f"q[0] (q_nope) has shape {tuple(q_nope.shape)}; its last dimension must be kv_lora_rank={R}")
+    checks.shape("q[1] (q_pe)", q_pe, (*q_nope.shape[:2], P), "the rows of q_nope, and the rest of kv_cache's width")
+    return q_nope, q_pe
+
+
+def _plan_for(
+    plan: Any, order: Any, num_tokens: int, batch_size: int, num_heads: int, capacity: int, R: int, P: int, dtype: torch.dtype, page_size: int,
+    decode: bool, device: torch.device,
+) -> AttentionPlan:
+    """The caller's plan, if it fits this call, else one from the cache of plans."""
+    arch, num_sms = _device_facts(device)
+    if plan is None:
+        return _cached_plan(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=capacity, kv_lora_rank=R,
+                            qk_rope_head_dim=P, dtype=dtype, page_size=page_size, decode=decode, arch=arch, num_sms=num_sms,
+                            order=DEFAULT_ORDER if order is None else order)
+    if not isinstance(plan, AttentionPlan):
+        raise ValueError(f"plan={plan!r} must be an AttentionPlan, as plan_attention returns it")
+    call = {"num_tokens": num_tokens, "batch_size": batch_size, "num_heads": num_heads, "kv_lora_rank": R, "qk_rope_head_dim": P, "dtype": dtype,
+            "page_size": page_size, "decode": decode, "arch": arch}
+    for name, value in call.items():
+        if getattr(plan, name) != value:
+            raise ValueError(f"plan.{name}={getattr(plan, name)!r} must be {value!r}, as in this call")
+    if order is not None and order != plan.order:
+        raise ValueError(f"order={order!r} must be the plan's {plan.order!r}, or None")
+    return plan
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+def _on(device: torch.device) -> Any:
+    """Make ``device`` current, if it is not."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _NOTHING
+    return torch.cuda.device(device)

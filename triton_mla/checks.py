@@ -1,0 +1,80 @@
+"""Argument checks of the public ops: every refusal names the argument, its value and what is allowed, and happens before any launch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .launch import INTERPRETED
+from .plan import DTYPES
+
+
+def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
+    """``value`` if it is a tensor of this rank, dtype and device whose last dimension is contiguous."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}={value!r} must be a torch.Tensor")
+    if value.dim() != dims:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have {dims} dimensions")
+    if dtype is not None and value.dtype != dtype:
+        raise ValueError(f"{name} has dtype {value.dtype}; it must be {dtype}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} is on {value.device}; it must be on {device}, where kv_cache is")
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {value.stride()}; its last dimension must be contiguous")
+    return value
+
+
+def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
+    if tuple(value.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {expected}: {why}")
+
+
+def float_dtype(name: str, value: torch.Tensor) -> None:
+    if value.dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {value.dtype}; it must be one of {', '.join(str(d) for d in DTYPES)}")
+
+
+def runnable(device: torch.device) -> None:
+    """Kernels run on a GPU, or on the CPU through Triton's interpreter."""
+    if device.type == "cpu" and not INTERPRETED:
+        raise ValueError("device=cpu needs Triton's interpreter: set TRITON_INTERPRET=1 in the environment before triton is imported")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device} must be a cuda device, or cpu with TRITON_INTERPRET=1")
+
+
+def softmax_scale(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ValueError(
+            f"softmax_scale={value!r} must be a finite float > 0, such as (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 of the model; "
+            "it cannot be derived from the latent dims"
+        )
+    return float(value)
+
+
+def no_scale(k_scale: object) -> None:
+    if k_scale is not None:
+        raise ValueError(f"k_scale={k_scale!r} must be None: it belongs to fp8 caches, which are not supported")
+
+
+def lengths(seq_lens: torch.Tensor, block_table: torch.Tensor, page_size: int, num_pages: int, cu_seqlens_q: torch.Tensor | None, num_tokens: int) -> None:
+    """The values of the batch's integers, where the host can see them: on the CPU. A GPU tensor is never read back."""
+    if seq_lens.device.type != "cpu":
+        return
+    capacity = block_table.shape[1] * page_size
+    lens = seq_lens.tolist()
+    for i, n in enumerate(lens):
+        if not 0 <= n <= capacity:
+            raise ValueError(f"seq_lens[{i}]={n} must be from 0 to {capacity}: block_table has {block_table.shape[1]} pages of {page_size} tokens a request")
+        used = block_table[i, : -(-n // page_size)]
+        if used.numel() and not (0 <= int(used.min()) and int(used.max()) < num_pages):
+            raise ValueError(f"block_table[{i}] has page ids from {int(used.min())} to {int(used.max())}; kv_cache has pages 0 to {num_pages - 1}")
+    if cu_seqlens_q is None:
+        return
+    starts = cu_seqlens_q.tolist()
+    if starts[0] != 0 or starts[-1] > num_tokens or any(b < a for a, b in zip(starts, starts[1:])):
+        raise ValueError(f"cu_seqlens_q={starts} must begin with 0, never fall, and end at no more than the {num_tokens} tokens of q")
+    for i, n in enumerate(lens):
+        q_len = starts[i + 1] - starts[i]
+        if 0 < n < q_len:
+            raise ValueError(f"seq_lens[{i}]={n} must be at least the request's {q_len} query tokens, whose KV it includes")

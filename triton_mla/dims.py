@@ -1,0 +1,62 @@
+"""Dimensions of an MLA layer and the softmax scale that follows from them (never from the latent width)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .plan import MAX_NUM_HEADS
+
+
+@dataclass(frozen=True)
+class MLADims:
+    """One MLA layer, in the names of the DeepSeek configs (arXiv:2405.04434, arXiv:2412.19437).
+
+    Attributes:
+        num_heads: query heads on this rank.
+        softmax_scale: given, or None: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * mscale ** 2.
+        rope_factor, mscale_all_dim: YaRN (arXiv:2309.00071): mscale = 0.1 * mscale_all_dim * ln(rope_factor) + 1 for a factor above 1, else 1.
+    """
+
+    num_heads: int
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
+    softmax_scale: float | None = None
+    rope_factor: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_heads", 1), ("kv_lora_rank", 1), ("qk_rope_head_dim", 0), ("qk_nope_head_dim", 1), ("v_head_dim", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an int >= {least}")
+        if self.num_heads > MAX_NUM_HEADS:
+            raise ValueError(f"num_heads={self.num_heads!r} must be at most {MAX_NUM_HEADS}")
+        for name, low in (("rope_factor", 1.0), ("mscale_all_dim", 0.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
+                raise ValueError(f"{name}={value!r} must be a finite number >= {low}")
+        if self.softmax_scale is None:
+            mscale = 0.1 * self.mscale_all_dim * math.log(self.rope_factor) + 1.0
+            object.__setattr__(self, "softmax_scale", self.qk_head_dim**-0.5 * mscale**2)
+        elif isinstance(self.softmax_scale, bool) or not isinstance(self.softmax_scale, (int, float)) or not (
+            math.isfinite(self.softmax_scale) and self.softmax_scale > 0
+        ):
+            raise ValueError(f"softmax_scale={self.softmax_scale!r} must be a finite number > 0, or None to derive it from the head dims")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """nope + rope: the width of an unabsorbed query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """R + P: the width of a cached token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+DEEPSEEK_V3 = MLADims(num_heads=128, rope_factor=40.0, mscale_all_dim=1.0)
+DEEPSEEK_V2_LITE = MLADims(num_heads=16, rope_factor=40.0, mscale_all_dim=0.707)
+KIMI_K2 = MLADims(num_heads=64, rope_factor=32.0, mscale_all_dim=1.0)

@@ -1,0 +1,147 @@
+"""What may change bits (`ReductionOrder`) and what may not (`Schedule`), and the literal schedule tables by architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+Form = Literal["one_pass", "two_phase"]
+
+
+def _positive_int(name: str, value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name}={value!r} must be {what}")
+
+
+@dataclass(frozen=True)
+class ReductionOrder:
+    """Everything that decides in which order, and how, numbers are added: two equal orders give equal bits.
+
+    Attributes:
+        block_n: tokens of a KV tile, at absolute multiples of itself.
+        kv_split: tokens of a KV split, at absolute multiples of itself; partial sums are kept per split and merged in ascending order.
+        reference_step: the softmax reference moves in steps of this many powers of two.
+        input_precision: of fp32 products. "ieee" is the only one that keeps fp32 results free of the tile shape.
+        fp_fusion: whether the compiler may contract multiply and add where no fma is written.
+    """
+
+    block_n: int = 64
+    kv_split: int = 2048
+    reference_step: int = 8
+    input_precision: Literal["ieee"] = "ieee"
+    fp_fusion: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block_n, bool) or self.block_n not in (16, 32, 64):
+            raise ValueError(f"block_n={self.block_n!r} must be 16, 32 or 64")
+        _positive_int("kv_split", self.kv_split, f"a positive int, a multiple of block_n={self.block_n}")
+        if self.kv_split % self.block_n:
+            raise ValueError(f"kv_split={self.kv_split!r} must be a multiple of block_n={self.block_n}")
+        if isinstance(self.reference_step, bool) or self.reference_step not in (1, 2, 4, 8):
+            raise ValueError(f"reference_step={self.reference_step!r} must be 1, 2, 4 or 8")
+        if self.input_precision != "ieee":
+            raise ValueError(f"input_precision={self.input_precision!r} must be 'ieee'")
+        if self.fp_fusion is not False:
+            raise ValueError(f"fp_fusion={self.fp_fusion!r} must be False: contraction left to the compiler differs between specialisations")
+
+
+DEFAULT_ORDER = ReductionOrder()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who computes what, when. No field can change a bit; a GPU test proves it for every schedule of the tables.
+
+    Attributes:
+        form: "one_pass" reads each latent row once; "two_phase" computes all scores first, then P.V by slices of value columns.
+        block_rows: (token, head) rows of a tile: 16 and 32 use mma.sync, 64 warpgroup MMA where the machine has it.
+        num_warps, num_stages: of the attention kernel (one pass) or of the values kernel (two phases).
+        fold_splits: splits that the first program of a row tile folds itself; 1 leaves all to the combine. One pass only.
+        block_v: value columns of a slice (two phases).
+        block_k: latent columns of a product in the scores kernel (two phases).
+        score_warps: warps of the scores kernel (two phases).
+        pdl: programmatic dependent launch between the kernels of a call (sm_90 and newer).
+    """
+
+    form: Form = "one_pass"
+    block_rows: int = 16
+    num_warps: int = 4
+    num_stages: int = 3
+    fold_splits: int = 1
+    block_v: int = 64
+    block_k: int = 512
+    score_warps: int = 4
+    pdl: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in ("one_pass", "two_phase"):
+            raise ValueError(f"form={self.form!r} must be 'one_pass' or 'two_phase'")
+        for name, allowed in (("block_rows", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("score_warps", (1, 2, 4, 8)),
+                              ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+        _positive_int("num_stages", self.num_stages, "a positive int")
+        _positive_int("fold_splits", self.fold_splits, "a positive int")
+        if self.form == "two_phase" and self.fold_splits != 1:
+            raise ValueError(f"fold_splits={self.fold_splits!r} must be 1 for the two-phase form")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of GPU: its limits, and which schedule serves which amount of work (for 16-bit caches and for fp32).
+
+    Attributes:
+        shared_memory: bytes that one program may use.
+        few: schedule while there are few (row tile, split) items; None where the one-pass form serves them too.
+        rows16, rows64: one-pass schedules for tiles of few and of many rows; None where no one-pass kernel fits the shared memory.
+    """
+
+    name: str
+    shared_memory: int
+    few: Schedule
+    rows16: Schedule | None = None
+    rows64: Schedule | None = None
+    fp32: Schedule = field(default_factory=lambda: Schedule(form="two_phase", num_stages=2, block_k=128))
+
+
+_SMALL = Schedule(form="two_phase", num_stages=3, block_k=128)
+
+# Shared memory of a program as reported by the compiler is asserted against these limits in tests/compile.
+ARCHITECTURES: dict[str, Architecture] = {
+    "sm_80": Architecture("sm_80", 166_912, few=replace(_SMALL, num_stages=4), rows16=Schedule(num_stages=2), rows64=Schedule(block_rows=64, num_warps=8, num_stages=1)),
+    "sm_86": Architecture("sm_86", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
+    "sm_89": Architecture("sm_89", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
+    "sm_90": Architecture(
+        "sm_90", 232_448,
+        few=Schedule(form="two_phase", num_stages=5, pdl=True),
+        rows16=Schedule(num_stages=3, pdl=True),
+        rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
+    ),
+    "sm_100": Architecture("sm_100", 232_448, few=replace(_SMALL, num_stages=4, pdl=True), rows16=Schedule(num_stages=2, pdl=True)),
+    "sm_120": Architecture("sm_120", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
+    "gfx942": Architecture("gfx942", 65_536, few=replace(_SMALL, num_stages=2), fp32=Schedule(form="two_phase", num_stages=1, block_k=64)),
+    # One schedule whatever the batch: the interpreter's matmul is BLAS, whose bits depend on the tile shape.
+    "interpreter": Architecture("interpreter", 1 << 40, few=Schedule(fold_splits=2), rows16=Schedule(fold_splits=2), rows64=None, fp32=Schedule(fold_splits=2)),
+}
+
+
+def arch_of(device: torch.device) -> str:
+    """Name of the schedule table for ``device``; "interpreter" for the CPU.
+
+    Raises:
+        ValueError: no table for this GPU.
+    """
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"sm_{major}{minor}"
+    # sm_103 (B300) has the limits of sm_100, sm_87 (Orin) and sm_121 those of their families with the smallest shared memory.
+    name = {"sm_103": "sm_100", "sm_87": "sm_86", "sm_121": "sm_120"}.get(name, name)
+    if name not in ARCHITECTURES or name == "interpreter":
+        raise ValueError(f"device={device} is {name}; supported architectures: {sorted(set(ARCHITECTURES) - {'interpreter'})}")
+    return name
