@@ -40,6 +40,7 @@ class Replay:
     """A call captured in a CUDA graph. `out` is the tensor that every replay writes."""
 
     def __init__(self, call: Callable[[], torch.Tensor]):
+        self.call = call  # keeps alive the tensors that it made before the capture
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

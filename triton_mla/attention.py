@@ -40,8 +40,9 @@ def write_kv_cache(
     Args:
         kv_c: [T, R] compressed KV after its norm; k_pe: [T, P] rotated rope key. Same dtype as the cache.
         kv_cache: [num_blocks, block_size, R + P], any strides with a contiguous last dimension.
-        slot_mapping: [T] int64, page id * block_size + offset; -1 skips the token. Two tokens with one slot leave either of them.
-            A slot past the pool is refused on the CPU; on a GPU, where the host cannot see it, it is not written.
+        slot_mapping: [T] int64, page id * block_size + offset; -1 skips the token. Slots must be distinct.
+            A wrong slot is refused on the CPU; on a GPU, where the host cannot see it, one past the pool is not written, and one
+            given twice holds a mixture.
         k_scale: must be None (fp8 caches are not supported).
 
     Raises:
@@ -63,11 +64,13 @@ def write_kv_cache(
     checks.shape("slot_mapping", slots, (num_tokens,), "one slot for each row of kv_c")
     if width != R + P:
         raise ValueError(f"kv_cache has shape {tuple(cache.shape)}; its last dimension must be {R + P}, the sum of kv_c's {R} and k_pe's {P}")
-    if slots.device.type == "cpu" and num_tokens and not (-1 <= int(slots.min()) and int(slots.max()) < num_pages * page_size):
-        raise ValueError(f"slot_mapping has slots from {int(slots.min())} to {int(slots.max())}; they must be from -1 (skip) to {num_pages * page_size - 1}")
     if torch.compiler.is_compiling():
         torch.ops.triton_mla.write_kv_cache(kv_c, k_pe, kv_cache, slots)
         return
+    if slots.device.type == "cpu" and num_tokens and not (-1 <= int(slots.min()) and int(slots.max()) < num_pages * page_size):
+        raise ValueError(f"slot_mapping has slots from {int(slots.min())} to {int(slots.max())}; they must be from -1 (skip) to {num_pages * page_size - 1}")
+    if slots.device.type == "cpu" and (written := slots[slots >= 0]).numel() != written.unique().numel():
+        raise ValueError(f"slot_mapping={slots.tolist()} must not name a slot twice")
     strides = (kv_c.stride(0), k_pe.stride(0), cache.stride(0), cache.stride(1))
     key = (cache.dtype, R, P, strides, kv_c.data_ptr() % 16, k_pe.data_ptr() % 16, cache.data_ptr() % 16)
     with _on(cache.device):
@@ -161,7 +164,7 @@ def _attention(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         checks.lengths(lens, table, page_size, num_pages, None if decode else starts, num_tokens)
-    plan = _plan_for(plan, order, num_tokens, batch_size, num_heads, table.shape[1] * page_size, kv_lora_rank, P, dtype, page_size, decode, device)
+        plan = _plan_for(plan, order, num_tokens, batch_size, num_heads, table.shape[1] * page_size, kv_lora_rank, P, dtype, page_size, decode, device)
     if out is not None:
         out = checks.tensor("out", out, dims=3, dtype=dtype, device=device)
         checks.shape("out", out, (num_tokens, num_heads, kv_lora_rank), "one latent vector for each query row")
@@ -172,14 +175,16 @@ def _attention(
         checks.shape("lse", lse, (num_tokens, num_heads), "one value for each query row")
         if not lse.is_contiguous():
             raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous")
-    if workspace is not None:
+    if workspace is not None and not compiling:
         workspace = checks.tensor("workspace", workspace, dims=1, dtype=torch.uint8, device=device)
         if workspace.numel() < plan.workspace_bytes or workspace.data_ptr() % 16:
             raise ValueError(f"workspace has {workspace.numel()} bytes at {workspace.data_ptr():#x}; it must have at least "
                              f"plan.workspace_bytes={plan.workspace_bytes}, aligned to 16")
-    if compiling:
-        result = torch.ops.triton_mla.attend(q_nope, q_pe, cache, table, None if decode else starts, lens, scale, kv_lora_rank, plan.max_seq_len,
-                                             plan.order.block_n, plan.order.kv_split, plan.order.reference_step)
+    if compiling:  # the operator plans and allocates for itself
+        order = (DEFAULT_ORDER if plan is None else plan.order) if order is None else order
+        result = torch.ops.triton_mla.attend(q_nope, q_pe, cache, table, None if decode else starts, lens, scale, kv_lora_rank,
+                                             table.shape[1] * page_size if plan is None else plan.max_seq_len,
+                                             order.block_n, order.kv_split, order.reference_step)
         if out is not None:
             out.copy_(result[0])
         if lse is not None:
@@ -257,6 +262,8 @@ def _plan_for(
 ) -> AttentionPlan:
     """The caller's plan, if it fits this call, else one from the cache of plans."""
     arch, num_sms = _device_facts(device)
+    if order is not None and not isinstance(order, ReductionOrder):
+        raise ValueError(f"order={order!r} must be a ReductionOrder, or None")
     if plan is None:
         return _cached_plan(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=capacity, kv_lora_rank=R,
                             qk_rope_head_dim=P, dtype=dtype, page_size=page_size, decode=decode, arch=arch, num_sms=num_sms,

@@ -34,13 +34,13 @@ class ReductionOrder:
     fp_fusion: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.block_n, bool) or self.block_n not in (16, 32, 64):
-            raise ValueError(f"block_n={self.block_n!r} must be 16, 32 or 64")
+        if type(self.block_n) is not int or self.block_n not in (16, 32, 64):
+            raise ValueError(f"block_n={self.block_n!r} must be the int 16, 32 or 64")
         _positive_int("kv_split", self.kv_split, f"a positive int, a multiple of block_n={self.block_n}")
         if self.kv_split % self.block_n:
             raise ValueError(f"kv_split={self.kv_split!r} must be a multiple of block_n={self.block_n}")
-        if isinstance(self.reference_step, bool) or self.reference_step not in (1, 2, 4, 8):
-            raise ValueError(f"reference_step={self.reference_step!r} must be 1, 2, 4 or 8")
+        if type(self.reference_step) is not int or self.reference_step not in (1, 2, 4, 8):
+            raise ValueError(f"reference_step={self.reference_step!r} must be the int 1, 2, 4 or 8")
         if self.input_precision != "ieee":
             raise ValueError(f"input_precision={self.input_precision!r} must be 'ieee'")
         if self.fp_fusion is not False:

@@ -37,7 +37,7 @@ def scores_kernel(
     q_ok = valid & (seen > 0)
     lat = tl.arange(0, BLOCK_K)
     q_row = Q_NOPE + token.to(tl.int64)[:, None] * stride_qn_token + head[:, None] * stride_qn_head
-    for tile in range(tl.program_id(1), tl.cdiv(visible, BLOCK_N), tl.num_programs(1)):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(visible, BLOCK_N), tl.num_programs(1), num_stages=1):
         if WHOLE_TILES:
             pages = split_pages(BLOCK_TABLE, request, stride_table, tile, visible, page_size, BLOCK_N, 1)
         else:
@@ -45,7 +45,7 @@ def scores_kernel(
         kv_row, pos, owned = row_pointers(KV, BLOCK_TABLE, pages, request, tile, tile, visible, stride_table, stride_page, stride_slot, page_size,
                                           BLOCK_N, 1, WHOLE_TILES)
         s = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for first in tl.static_range(0, R, BLOCK_K):
+        for first in tl.range(0, R, BLOCK_K, num_stages=1):
             lat_ok = first + lat < R
             q = tl.load(q_row + first + lat[None, :], mask=q_ok[:, None] & lat_ok[None, :], other=0.0)
             k = tl.load(kv_row[:, None] + first + lat[None, :], mask=owned[:, None] & lat_ok[None, :], other=0.0)
