@@ -1,0 +1,254 @@
+"""Applies a selection to an engine's cache config: backends first, then prefix caching, with a log line for each.
+
+Call `resolve` where the scheduler's own config object is at hand, in the engine's process and before workers start: a
+worker's copy of the config is not what the scheduler reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from triton_mla.backends import BACKENDS, Selection, select
+from triton_mla.capabilities import ABSORBED, MHA, PHASES, Request
+from triton_mla.config import AUTO, Settings, normalize_dtype
+from triton_mla.dims import MLADims
+from triton_mla.errors import UnsupportedError
+from triton_mla.launch import INTERPRETED
+from triton_mla.tuning import arch_of
+
+logger = logging.getLogger(__name__)
+
+_CACHING = "enable_prefix_caching"
+_KEEP = "TRITON_MLA_PREFIX_CACHING=keep"
+
+
+def resolve(
+    cache_config: Any,
+    *,
+    dims: MLADims,
+    settings: Settings | None = None,
+    device: torch.device | str | None = None,
+    prefill_backend: str | None = None,
+    decode_backend: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    arch: str | None = None,
+    token_roles: bool = False,
+) -> Selection:
+    """Selects the backends of prefill and decode and, in batch-invariant mode, turns prefix caching off.
+
+    cache_config: any object with a writable `enable_prefix_caching` and a `block_size`, such as vLLM's own. Its page
+    size may be changed where `block_size` is None or its `user_specified_block_size` is False. `cache_dtype`, if
+    there, is the dtype of the cache. It is changed only after the selection has succeeded, and all at once or not at
+    all. None will do when batch-invariant mode is off.
+    dims: sizes of one rank. settings: by default those of the environment. device: by default the current accelerator,
+    else the CPU. prefill_backend, decode_backend: names that win over the settings. dtype: of the model, by default
+    that of the cache or bfloat16. arch: plans for this architecture instead of the device's, with no look at a device.
+    token_roles: whether the caller tells prompt tokens from generated ones (see `token_path`).
+
+    Raises UnsupportedError with the reasons per backend, and ValueError for an argument, a variable, or a cache config
+    that cannot take the change.
+    """
+    settings = Settings.from_env() if settings is None else settings
+    settings = settings.override(prefill_backend=prefill_backend, decode_backend=decode_backend)
+    page_size, fixed = _page_size(cache_config)
+    cache_name = getattr(cache_config, "cache_dtype", None)
+    cache_dtype = normalize_dtype(cache_name, auto=normalize_dtype(dtype), argument="cache_config.cache_dtype")
+    forms, form_reason = prefill_forms(settings, token_roles=token_roles)
+    request = Request(
+        num_heads=dims.num_heads,
+        kv_lora_rank=dims.kv_lora_rank,
+        qk_rope_head_dim=dims.qk_rope_head_dim,
+        arch=arch or _arch(device),
+        dtype=normalize_dtype(dtype, auto="bfloat16" if cache_dtype.startswith("fp8") else cache_dtype),
+        kv_cache_dtype=cache_dtype,
+        page_size=page_size,
+        page_size_fixed=fixed,
+        batch_invariant=settings.batch_invariant,
+        keep_prefix=_kept(settings),
+        prefill_forms=forms,
+        form_reason=form_reason,
+    )
+    selection = select(request, settings=settings)
+    logger.info("prefill form: %s: %s", selection.prefill_form, form_reason)
+    return _apply(cache_config, selection)
+
+
+def prefill_forms(settings: Settings, *, token_roles: bool) -> tuple[tuple[str, ...], str]:
+    """The forms that prompt tokens may take, most wanted first, and why.
+
+    token_roles: whether the engine tells prompt tokens from generated ones.
+    Raises UnsupportedError when the mha form is asked for and the settings make it unsound.
+    """
+    asked = settings.describe("prefill_path")
+    if settings.prefill_path == ABSORBED:
+        return (ABSORBED,), asked
+    against = []
+    if _kept(settings):
+        keep = settings.describe("prefix_caching")
+        against.append(f"{keep}: only the absorbed form reproduces generated tokens that a cache holds")
+    if not token_roles and (settings.batch_invariant or settings.prefill_path == AUTO):
+        against.append("the roles of tokens are not supplied, so recomputed generated tokens would pass for a prompt")
+    if not settings.chunked_prefix:
+        # Taking mha just where nothing precedes the chunk would make a token's form follow the schedule.
+        against.append(f"{settings.describe('chunked_prefix')}: the mha form could not read a prefix")
+    if settings.prefill_path == MHA:
+        if against:
+            raise UnsupportedError(f"{asked} is refused", {MHA: tuple(against)})
+        return (MHA,), asked
+    if against:
+        return (ABSORBED,), "; ".join(against)
+    return (MHA, ABSORBED), "the roles of tokens are supplied"
+
+
+def token_path(position: int, prompt_len: int | None, *, prefill_form: str) -> str:
+    """The form, "mha" or "absorbed", that the query token at a position of its sequence takes, always.
+
+    position: from 0 on. prompt_len: tokens of the request's original prompt, unchanged by a preemption; None where the
+    engine cannot tell. prefill_form: of the selection.
+
+    A prompt token takes the prefill form and a generated token the absorbed form, also when it is recomputed. How a
+    token arrives is no argument: chunks, cache hits, query lengths and neighbours differ between runs.
+    """
+    if prompt_len is None or position >= prompt_len:
+        return ABSORBED
+    return prefill_form
+
+
+def explain(subject: Selection | Settings) -> dict[str, Any]:
+    """Every decision as plain JSON values: settings with their origins and, of a selection, each backend's verdict,
+    the chosen backends, the form of tokens, the page size and what became of prefix caching."""
+    if isinstance(subject, Settings):
+        return {"settings": subject.as_dict()}
+    selection = subject
+    request = selection.request
+    return {
+        "settings": selection.settings.as_dict(),
+        "request": {**dataclasses.asdict(request), "prefill_forms": list(request.prefill_forms)},
+        "backends": {
+            row.name: {
+                "summary": row.summary,
+                "batch_invariant": row.invariant,
+                "invariance": row.invariance,
+                "reasons": {phase: list(selection.verdicts[phase][row.name]) for phase in PHASES},
+            }
+            for row in BACKENDS
+        },
+        "selection": {
+            phase: {
+                "backend": getattr(selection, phase),
+                "origin": selection.origins[phase],
+                "reason": selection.reasons[phase],
+            }
+            for phase in PHASES
+        },
+        "forms": {
+            "prompt": selection.prefill_form,
+            "generated": ABSORBED,
+            "reason": request.form_reason,
+        },
+        "page_size": selection.page_size,
+        "adjustments": [dataclasses.asdict(change) for change in selection.adjustments],
+        "prefix_caching": selection.prefix_caching,
+    }
+
+
+def explain_lines(subject: Selection | Settings) -> list[str]:
+    """What `explain` says, as lines of text."""
+    data = explain(subject)
+    lines = ["settings"]
+    lines += [f"  {name} = {item['value']}  ({item['origin']})" for name, item in data["settings"].items()]
+    if isinstance(subject, Settings):
+        return lines
+    for phase in PHASES:
+        lines.append(f"{phase} backends")
+        for name, row in data["backends"].items():
+            lines.append(f"  {name}: {'; '.join(row['reasons'][phase]) or 'capable'}")
+        choice = data["selection"][phase]
+        lines.append(f"  -> {choice['backend']} ({choice['origin']}): {choice['reason']}")
+    forms = data["forms"]
+    lines.append(f"forms: prompt tokens {forms['prompt']}, generated tokens {forms['generated']}: {forms['reason']}")
+    lines.append(f"page size: {data['page_size'] or 'any the engine takes'}")
+    lines += [f"  {c['name']} {c['old']} -> {c['new']}: {c['why']}" for c in data["adjustments"]]
+    lines.append(f"prefix caching: {data['prefix_caching']}")
+    return lines
+
+
+def _kept(settings: Settings) -> bool:
+    return settings.batch_invariant and settings.prefix_caching == "keep"
+
+
+def _arch(device: torch.device | str | None) -> str:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" or (device.type == "cpu" and INTERPRETED):
+        return arch_of(device)
+    return device.type
+
+
+def _page_size(cache_config: Any) -> tuple[int | None, bool]:
+    size = getattr(cache_config, "block_size", None)
+    if size is not None and (type(size) is not int or size <= 0):
+        raise ValueError(f"cache_config.block_size={size!r}: allowed are None and positive integers")
+    return size, size is not None and getattr(cache_config, "user_specified_block_size", True) is not False
+
+
+def _apply(cache_config: Any, selection: Selection) -> Selection:
+    changes: dict[str, object] = {change.name: change.new for change in selection.adjustments}
+    caching, level = _caching_action(cache_config, selection)
+    if level == logging.WARNING:
+        changes[_CACHING] = False
+    _write(cache_config, changes)
+    for change in selection.adjustments:
+        logger.info("%s changed from %s to %s: %s", change.name, change.old, change.new, change.why)
+    logger.log(level, "prefix caching: %s", caching)
+    return dataclasses.replace(selection, prefix_caching=caching)
+
+
+def _caching_action(cache_config: Any, selection: Selection) -> tuple[str, int]:
+    """What becomes of prefix caching, in words, and the level to log it at: WARNING where it is turned off."""
+    settings = selection.settings
+    flag = settings.describe("batch_invariant")
+    if not settings.batch_invariant:
+        return f"not touched: batch-invariant mode is off, {flag}", logging.DEBUG
+    if _kept(settings):
+        keep = settings.describe("prefix_caching")
+        return f"left as it is: {keep}; sound because every token takes the absorbed form", logging.INFO
+    if not hasattr(cache_config, _CACHING):
+        raise ValueError(
+            f"cache_config of type {type(cache_config).__name__} has no {_CACHING}: batch-invariant mode ({flag}) "
+            "needs the object that the scheduler reads"
+        )
+    current = getattr(cache_config, _CACHING)
+    if not current and current is not None:
+        return f"already off; batch-invariant mode, {flag}", logging.DEBUG
+    backends = f"prefill backend {selection.prefill} and decode backend {selection.decode}"
+    return (
+        f"turned off: batch-invariant mode, {flag}, with {backends}; {_KEEP} keeps it on, with triton_mla's absorbed "
+        "form for every token",
+        logging.WARNING,
+    )
+
+
+def _write(config: Any, changes: Mapping[str, object]) -> None:
+    """Sets the attributes and reads each back; on a failure all of them are restored."""
+    previous: dict[str, object] = {}
+    for name, value in changes.items():
+        try:
+            previous[name] = getattr(config, name)
+            setattr(config, name, value)
+            if getattr(config, name) != value:
+                raise AttributeError("the write had no effect")
+        except Exception as error:
+            for earlier, old in previous.items():
+                with contextlib.suppress(Exception):
+                    setattr(config, earlier, old)
+            raise ValueError(
+                f"cache_config.{name} of type {type(config).__name__} must be writable, to become {value}: {error}"
+            ) from error
