@@ -56,14 +56,13 @@ def attend(
     q_strides = (q_nope.stride(0), q_nope.stride(1), q_pe.stride(0), q_pe.stride(1))
     kv_strides = (kv_cache.stride(0), kv_cache.stride(1))
     out_strides = (out.stride(0), out.stride(1))
-    sizes = (plan.num_tokens, plan.batch_size, plan.num_heads, page_size, max_seq_len)
+    sizes = (plan.num_tokens, plan.batch_size, plan.num_heads, max_seq_len)
     pointers = (q_nope.data_ptr(), q_pe.data_ptr(), kv_cache.data_ptr(), out.data_ptr(), workspace.data_ptr())
-    key = (plan.dtype, schedule, order, R, P, plan.decode, page_size % order.block_n, q_strides, kv_strides, out_strides,
+    key = (plan.dtype, schedule, order, R, P, plan.decode, page_size, q_strides, kv_strides, out_strides,
            tuple(p % 16 for p in pointers))
-    whole_tiles = page_size % order.block_n == 0
     split_tiles = triton.next_power_of_2(order.kv_split // order.block_n)
     tiling = {"ROWS": schedule.block_rows, "BLOCK_N": order.block_n}
-    flags = {"PRECISION": order.input_precision, "DECODE": plan.decode, "WHOLE_TILES": whole_tiles}
+    flags = {"PRECISION": order.input_precision, "DECODE": plan.decode, "PAGE_SIZE": page_size}
     pdl = schedule.pdl and not INTERPRETED
     ends = {"PDL": pdl, "EMULATE_BF16": emulate}
     block_p = {"P": P, "BLOCK_P": triton.next_power_of_2(max(P, 16))}

@@ -5,20 +5,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ._common import locate_rows, merge_states, operand, round_to, softmax_step, tree_to_1, tree_to_8
-from .paging import row_pointers, split_pages
+from .paging import row_offsets, tile_pages
 from .partials import store_state
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "num_tokens", "batch_size", "num_heads", "page_size", "max_seq_len", "kv_split", "fold_splits", "num_rows", "num_slots"],
+    do_not_specialize=["stride_table", "num_tokens", "batch_size", "num_heads", "max_seq_len", "kv_split", "fold_splits", "num_rows", "num_slots"],
     do_not_specialize_on_alignment=["BLOCK_TABLE", "CU_SEQLENS_Q", "SEQ_LENS", "LSE"],
 )
 def one_pass_kernel(
     Q_NOPE, Q_PE, KV, BLOCK_TABLE, CU_SEQLENS_Q, SEQ_LENS, OUT, LSE, PARTIALS, scale_log2,
     stride_qn_token, stride_qn_head, stride_qp_token, stride_qp_head, stride_page, stride_slot, stride_table, stride_out_token, stride_out_head,
-    num_tokens, batch_size, num_heads, page_size, max_seq_len, kv_split, fold_splits, num_rows, num_slots,
+    num_tokens, batch_size, num_heads, max_seq_len, kv_split, fold_splits, num_rows, num_slots,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, P: tl.constexpr,
-    BLOCK_P: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr, DECODE: tl.constexpr, WHOLE_TILES: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_P: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr, DECODE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Grid (row tiles, programs of a row tile).
@@ -60,22 +60,19 @@ def one_pass_kernel(
         for split in range(first_split, last_split, tl.where(folding, 1, tl.num_programs(1) - 1)):
             end = tl.minimum((split + 1) * kv_split, visible)
             first_tile = split * (kv_split // BLOCK_N)
-            if WHOLE_TILES:
-                pages = split_pages(BLOCK_TABLE, request, stride_table, first_tile, end, page_size, BLOCK_N, SPLIT_TILES)
-            else:
-                pages = first_tile
+            pages = tile_pages(BLOCK_TABLE, request, stride_table, first_tile, end, PAGE_SIZE, BLOCK_N, SPLIT_TILES)
             ref = tl.full([ROWS], -float("inf"), tl.float32)
             totals = tl.zeros([ROWS, 16], tl.float32)
             mass8 = tl.zeros([ROWS, 8], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_R], tl.float32)
             for tile in tl.range(first_tile, tl.cdiv(end, BLOCK_N), num_stages=STAGES):
-                kv_row, pos, owned = row_pointers(KV, BLOCK_TABLE, pages, request, tile, first_tile, end, stride_table, stride_page, stride_slot,
-                                                  page_size, BLOCK_N, SPLIT_TILES, WHOLE_TILES)
+                offset, pos, owned = row_offsets(pages, BLOCK_TABLE, request, stride_table, stride_page, stride_slot, tile, first_tile, end,
+                                                 PAGE_SIZE, BLOCK_N, SPLIT_TILES)
                 # rows past the end count as zeros, not as whatever lies there: 0 * NaN is NaN
-                k = operand(tl.load(kv_row[:, None] + lat[None, :], mask=owned[:, None] & lat_ok[None, :], other=0.0), EMULATE_BF16)
+                k = operand(tl.load(KV + offset[:, None] + lat[None, :], mask=owned[:, None] & lat_ok[None, :], other=0.0), EMULATE_BF16)
                 s = tl.dot(q_nope, tl.trans(k), input_precision=PRECISION)
                 if P > 0:
-                    k_pe = operand(tl.load(kv_row[:, None] + R + rope[None, :], mask=owned[:, None] & rope_ok[None, :], other=0.0), EMULATE_BF16)
+                    k_pe = operand(tl.load(KV + offset[:, None] + R + rope[None, :], mask=owned[:, None] & rope_ok[None, :], other=0.0), EMULATE_BF16)
                     s = tl.dot(q_pe, tl.trans(k_pe), s, input_precision=PRECISION)
                 s = tl.where(pos[None, :] < seen[:, None], s, -float("inf"))
                 ref, alpha, p = softmax_step(s, ref, scale_log2, STEP)

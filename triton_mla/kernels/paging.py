@@ -1,28 +1,32 @@
-"""Where a token's latent row lies in the paged cache, and how a tile of them is loaded."""
+"""Where a token's latent row lies in the paged cache."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def split_pages(BLOCK_TABLE, request, stride_table, first_tile, end, page_size, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr):
-    """Page ids of the tiles of a split, one vector in registers: no block-table load then stands between a tile and its address.
+def tile_pages(BLOCK_TABLE, request, stride_table, first_tile, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr):
+    """Page ids [SPLIT_TILES] of a split's tiles, held in registers, where a page holds whole tiles.
 
-    For pages that hold whole tiles only.
+    No block-table load then stands between a tile and its address; as a load in the loop it would take one of the pipeline's buffers.
     """
-    start = (first_tile + tl.arange(0, SPLIT_TILES)) * BLOCK_N
-    return tl.load(BLOCK_TABLE + request.to(tl.int64) * stride_table + start // page_size, mask=start < end, other=0)
+    if PAGE_SIZE % BLOCK_N == 0:
+        start = (first_tile + tl.arange(0, SPLIT_TILES)) * BLOCK_N
+        return tl.load(BLOCK_TABLE + request.to(tl.int64) * stride_table + start // PAGE_SIZE, mask=start < end, other=0)
+    else:
+        return first_tile
 
 
 @triton.jit
-def row_pointers(KV, BLOCK_TABLE, pages, request, tile, first_tile, end, stride_table, stride_page, stride_slot, page_size,
-                 BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, WHOLE_TILES: tl.constexpr):
-    """Pointers [BLOCK_N] to the latent rows of a tile, and which of them are real. A token keeps its column in the tile."""
+def row_offsets(pages, BLOCK_TABLE, request, stride_table, stride_page, stride_slot, tile, first_tile, end, PAGE_SIZE: tl.constexpr,
+                BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr):
+    """(element offset of each token's row, its position, whether it is real), each [BLOCK_N]. A token keeps its column in the tile."""
     pos = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     owned = pos < end
-    if WHOLE_TILES:
-        # an element of the register vector: a scalar load in the loop would take one of the pipeline's buffers
-        page = tl.sum(tl.where(tl.arange(0, SPLIT_TILES) == tile - first_tile, pages, 0), 0).to(tl.int64)
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.sum(tl.where(tl.arange(0, SPLIT_TILES) == tile - first_tile, pages, 0), 0)
+        slot = tile * BLOCK_N % PAGE_SIZE + tl.arange(0, BLOCK_N)
     else:
-        page = tl.load(BLOCK_TABLE + request.to(tl.int64) * stride_table + pos // page_size, mask=owned, other=0).to(tl.int64)
-    return KV + page * stride_page + (pos % page_size) * stride_slot, pos, owned
+        page = tl.load(BLOCK_TABLE + request.to(tl.int64) * stride_table + pos // PAGE_SIZE, mask=owned, other=0)
+        slot = pos % PAGE_SIZE
+    return page.to(tl.int64) * stride_page + slot * stride_slot, pos, owned

@@ -9,20 +9,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ._common import locate_rows, merge_states, operand, round_to, softmax_step, tree_to_1, tree_to_8
-from .paging import row_pointers, split_pages
+from .paging import row_offsets, tile_pages
 from .partials import store_state
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "num_tokens", "batch_size", "num_heads", "page_size", "max_seq_len", "num_tiles"],
+    do_not_specialize=["stride_table", "num_tokens", "batch_size", "num_heads", "max_seq_len", "num_tiles"],
     do_not_specialize_on_alignment=["BLOCK_TABLE", "CU_SEQLENS_Q", "SEQ_LENS"],
 )
 def scores_kernel(
     Q_NOPE, Q_PE, KV, BLOCK_TABLE, CU_SEQLENS_Q, SEQ_LENS, SCORES,
     stride_qn_token, stride_qn_head, stride_qp_token, stride_qp_head, stride_page, stride_slot, stride_table,
-    num_tokens, batch_size, num_heads, page_size, max_seq_len, num_tiles,
+    num_tokens, batch_size, num_heads, max_seq_len, num_tiles,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr, DECODE: tl.constexpr, WHOLE_TILES: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    PRECISION: tl.constexpr, DECODE: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Grid (row tiles, programs of a row tile): SCORES [rows, num_tiles * BLOCK_N] fp32 of tiles i, i + programs, …; unseen ones are -inf.
 
@@ -38,39 +38,36 @@ def scores_kernel(
     lat = tl.arange(0, BLOCK_K)
     q_row = Q_NOPE + token.to(tl.int64)[:, None] * stride_qn_token + head[:, None] * stride_qn_head
     for tile in tl.range(tl.program_id(1), tl.cdiv(visible, BLOCK_N), tl.num_programs(1), num_stages=1):
-        if WHOLE_TILES:
-            pages = split_pages(BLOCK_TABLE, request, stride_table, tile, visible, page_size, BLOCK_N, 1)
-        else:
-            pages = tile
-        kv_row, pos, owned = row_pointers(KV, BLOCK_TABLE, pages, request, tile, tile, visible, stride_table, stride_page, stride_slot, page_size,
-                                          BLOCK_N, 1, WHOLE_TILES)
+        pages = tile_pages(BLOCK_TABLE, request, stride_table, tile, visible, PAGE_SIZE, BLOCK_N, 1)
+        offset, pos, owned = row_offsets(pages, BLOCK_TABLE, request, stride_table, stride_page, stride_slot, tile, tile, visible,
+                                         PAGE_SIZE, BLOCK_N, 1)
         s = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for first in tl.range(0, R, BLOCK_K, num_stages=1):
             lat_ok = first + lat < R
             q = tl.load(q_row + first + lat[None, :], mask=q_ok[:, None] & lat_ok[None, :], other=0.0)
-            k = tl.load(kv_row[:, None] + first + lat[None, :], mask=owned[:, None] & lat_ok[None, :], other=0.0)
+            k = tl.load(KV + offset[:, None] + first + lat[None, :], mask=owned[:, None] & lat_ok[None, :], other=0.0)
             s = tl.dot(operand(q, EMULATE_BF16), tl.trans(operand(k, EMULATE_BF16)), s, input_precision=PRECISION)
         if P > 0:
             rope = tl.arange(0, BLOCK_P)
             rope_ok = rope < P
             q_pe = tl.load(Q_PE + token.to(tl.int64)[:, None] * stride_qp_token + head[:, None] * stride_qp_head + rope[None, :],
                            mask=q_ok[:, None] & rope_ok[None, :], other=0.0)
-            k_pe = tl.load(kv_row[:, None] + R + rope[None, :], mask=owned[:, None] & rope_ok[None, :], other=0.0)
+            k_pe = tl.load(KV + offset[:, None] + R + rope[None, :], mask=owned[:, None] & rope_ok[None, :], other=0.0)
             s = tl.dot(operand(q_pe, EMULATE_BF16), tl.trans(operand(k_pe, EMULATE_BF16)), s, input_precision=PRECISION)
         s = tl.where(pos[None, :] < seen[:, None], s, -float("inf"))
         tl.store(SCORES + row[:, None] * (num_tiles * BLOCK_N).to(tl.int64) + pos[None, :], s, mask=valid[:, None])
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "num_tokens", "batch_size", "num_heads", "page_size", "max_seq_len", "kv_split", "num_rows", "num_slots", "num_tiles"],
+    do_not_specialize=["stride_table", "num_tokens", "batch_size", "num_heads", "max_seq_len", "kv_split", "num_rows", "num_slots", "num_tiles"],
     do_not_specialize_on_alignment=["BLOCK_TABLE", "CU_SEQLENS_Q", "SEQ_LENS", "LSE"],
 )
 def values_kernel(
     KV, BLOCK_TABLE, CU_SEQLENS_Q, SEQ_LENS, SCORES, OUT, LSE, PARTIALS, scale_log2,
     stride_page, stride_slot, stride_table, stride_out_token, stride_out_head,
-    num_tokens, batch_size, num_heads, page_size, max_seq_len, kv_split, num_rows, num_slots, num_tiles,
+    num_tokens, batch_size, num_heads, max_seq_len, kv_split, num_rows, num_slots, num_tiles,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, R: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr, DECODE: tl.constexpr, WHOLE_TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    PRECISION: tl.constexpr, DECODE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Grid (row tiles * value slices, programs of a slice): splits i, i + programs, … for BLOCK_V value columns."""
     SLICES: tl.constexpr = (R + BLOCK_V - 1) // BLOCK_V
@@ -93,19 +90,16 @@ def values_kernel(
     for split in range(tl.program_id(1), tl.maximum(num_splits, 1), tl.num_programs(1)):
         end = tl.minimum((split + 1) * kv_split, visible)
         first_tile = split * (kv_split // BLOCK_N)
-        if WHOLE_TILES:
-            pages = split_pages(BLOCK_TABLE, request, stride_table, first_tile, end, page_size, BLOCK_N, SPLIT_TILES)
-        else:
-            pages = first_tile
+        pages = tile_pages(BLOCK_TABLE, request, stride_table, first_tile, end, PAGE_SIZE, BLOCK_N, SPLIT_TILES)
         ref = tl.full([ROWS], -float("inf"), tl.float32)
         totals = tl.zeros([ROWS, 16], tl.float32)
         mass8 = tl.zeros([ROWS, 8], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_V], tl.float32)
         for tile in tl.range(first_tile, tl.cdiv(end, BLOCK_N), num_stages=STAGES):
-            kv_row, pos, owned = row_pointers(KV, BLOCK_TABLE, pages, request, tile, first_tile, end, stride_table, stride_page, stride_slot, page_size,
-                                              BLOCK_N, SPLIT_TILES, WHOLE_TILES)
+            offset, pos, owned = row_offsets(pages, BLOCK_TABLE, request, stride_table, stride_page, stride_slot, tile, first_tile, end,
+                                             PAGE_SIZE, BLOCK_N, SPLIT_TILES)
             s = tl.load(score_row + pos[None, :], mask=valid[:, None], other=-float("inf"))
-            v = operand(tl.load(kv_row[:, None] + cols[None, :], mask=owned[:, None] & cols_ok[None, :], other=0.0), EMULATE_BF16)
+            v = operand(tl.load(KV + offset[:, None] + cols[None, :], mask=owned[:, None] & cols_ok[None, :], other=0.0), EMULATE_BF16)
             ref, alpha, p = softmax_step(s, ref, scale_log2, STEP)
             weights = round_to(p, KV.dtype.element_ty, EMULATE_BF16)
             totals = tl.dot(weights, ones, totals * alpha[:, None], input_precision=PRECISION)
