@@ -3,17 +3,19 @@
 python -m determinism.record --check          exit 0 only when a passing record has the digest of the present sources
 python -m determinism.record --write          runs `triton-mla verify` on the GPU and writes <gpu>_<date>.json
 python -m determinism.record --write --tests  also runs the kernel and invariance tests there and adds their counts
+python -m determinism.record --write --junit FILE  adds the counts of a run of the tests there that wrote FILE
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from triton_mla.fingerprint import source_digest, source_files
 from triton_mla.verification import golden
 
 ROOT = Path(__file__).resolve().parent.parent
+JOBS = 4
 SUITES = ("tests/kernels", "tests/invariance")
 
 
@@ -83,19 +86,19 @@ def count_tests(report: Path) -> dict[str, Any]:
     return counts
 
 
-def write(folder: Path, *, tests: bool) -> int:
+def write(folder: Path, *, tests: Callable[[], dict[str, Any]] | None = None) -> int:
     """Runs the suite on the current GPU and writes its record and golden digests; 0 when everything passed.
 
     Golden digests of a new fingerprint are added. Those of a known one are never replaced: where they differ, the run
-    fails and `NUMERICS_REVISION` has to be raised.
+    fails and `NUMERICS_REVISION` has to be raised. `tests` gives the counts of the tests on this GPU.
     """
     progress = ProgressLine()
-    report = verification.run("cuda", records=folder, progress=progress)
+    report = verification.run("cuda", jobs=JOBS, records=folder, progress=progress)
     progress.clear()
     print(render(report))
     evidence = report.to_json()
-    if tests:
-        evidence["tests"] = run_tests()
+    if tests is not None:
+        evidence["tests"] = tests()
         evidence["passed"] = report.passed and evidence["tests"]["failed"] == 0 < evidence["tests"]["passed"]
         print(f"tests: {evidence['tests']}")
     gpu = report.environment["device"]["name"].lower().replace(" ", "_")
@@ -121,9 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     action.add_argument("--check", action="store_true", help="compare the records with the present sources")
     action.add_argument("--write", action="store_true", help="run on the GPU and write a record")
     parser.add_argument("--tests", action="store_true", help="with --write: also run the kernel and invariance tests")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="with --write: a junit report of those tests")
     parser.add_argument("--folder", type=Path, default=golden.RECORDS, help="folder of the records")
     args = parser.parse_args(argv)
-    return check(args.folder) if args.check else write(args.folder, tests=args.tests)
+    if args.check:
+        return check(args.folder)
+    counted = None if args.junit is None else functools.partial(count_tests, args.junit)
+    return write(args.folder, tests=run_tests if args.tests else counted)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def numerics_fingerprint(
     Args:
         order: the reduction order of the calls.
         dtype: element type of q and of the cache.
-        arch: name of the architecture ("sm_90", "interpreter", ...); None takes that of the current device.
+        arch: name of the architecture ("sm_90", "interpreter", ...); None takes that of the current GPU,
+            else "interpreter".
         kv_lora_rank, qk_rope_head_dim: latent and rope dims (elements) of a cached token.
 
     Returns:
@@ -60,7 +61,7 @@ def numerics_fingerprint(
         but no bits. Nothing names the machine: two machines of one kind give the same dict.
 
     Raises:
-        ValueError: arch is None and the current device is a CPU without Triton's interpreter.
+        ValueError: arch is None and there are no tables for the current device.
     """
     if arch is None:
         arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -43,7 +43,14 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     "argv",
-    [[], ["guess"], ["verify", "--device", "tpu"], ["explain", "--model", "llama"], ["doctor", "--guess"]],
+    [
+        [],
+        ["guess"],
+        ["verify", "--device", "tpu"],
+        ["verify", "--jobs", "0"],
+        ["explain", "--model", "llama"],
+        ["doctor", "--guess"],
+    ],
     ids=str,
 )
 def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +199,7 @@ class TestVerify:
         assert cli.main(["verify", "--device", "cuda:99"]) == 1
         assert "device=cuda:99" in capsys.readouterr().err
 
+    @pytest.mark.slow
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
     def test_the_interpreter_is_turned_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -201,7 +209,7 @@ class TestVerify:
         assert answer.returncode == 0, answer.stdout + answer.stderr
         data = json.loads(file.read_text(encoding="utf-8"))
         assert data["fingerprint"]["arch"] == "interpreter" and data["passed"]
-        assert sum(row["comparisons"] for row in data["checks"]) > 80
+        assert sum(row["comparisons"] for row in data["checks"]) > 60
         assert "\r" not in answer.stderr
 
 

@@ -80,6 +80,14 @@ def test_write_and_check(tmp_path: Path, gpu_run: Any) -> None:
     assert record.main(["--check", "--folder", str(tmp_path)]) == 0
 
 
+def test_counts_of_a_run_before(tmp_path: Path, gpu_run: Any) -> None:
+    gpu_run(report())
+    junit = tmp_path / "junit.xml"
+    junit.write_text('<testsuite><testcase classname="a" name="b" time="0.5"/></testsuite>', encoding="utf-8")
+    assert record.main(["--write", "--junit", str(junit), "--folder", str(tmp_path)]) == 0
+    assert record.main(["--write", "--junit", str(tmp_path / "missing"), "--folder", str(tmp_path)]) == 1
+
+
 @pytest.mark.parametrize("tests", [{"passed": 40, "failed": 1}, {"passed": 0, "failed": 0}], ids=["failed", "none ran"])
 def test_failed_tests_fail_the_record(tmp_path: Path, gpu_run: Any, tests: dict[str, Any]) -> None:
     gpu_run(report(), tests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from triton_mla import attention, verification
 from triton_mla.verification import controls, profiles
 from triton_mla.verification.checks import CHECKS
 from triton_mla.verification.controls import CONTROLS, Control
-from triton_mla.verification.interpreter import ascending_dot
+from triton_mla.verification.interpreter import tensor_core_dot
 from triton_mla.verification.report import CheckResult, Report
 from triton_mla.verification.trial import Check, Trial
 
@@ -186,6 +187,28 @@ def test_a_run_without_checks_or_controls_proves_nothing() -> None:
     assert not run(checks=CHECKS[:1], controls=[]).passed
 
 
+def fine(trial: Trial) -> Any:
+    yield str(os.getpid() != int(trial.profile.name)), os.getpid() != int(trial.profile.name)
+
+
+def dies(trial: Trial) -> Any:
+    yield "before", True
+    os._exit(3)
+
+
+def test_rows_in_processes_of_their_own_keep_their_order() -> None:
+    profile = dataclasses.replace(SMALL, name=str(os.getpid()))
+    checks = [Check(name, "batch", False, fine) for name in "abc"]
+    report = verification.run("cpu", profile=profile, checks=checks, controls=[Control("d", fine)], jobs=2)
+    assert [row.name for row in report.checks[:3]] == ["a", "b", "c"] and report.passed
+
+
+def test_a_process_that_dies_is_a_failed_row() -> None:
+    report = run(checks=[Check("dies", "batch", False, dies)], controls=[Control("dies too", dies)], jobs=2)
+    assert report.checks[0].status == report.controls[0].status == "failed"
+    assert "BrokenProcessPool" in report.checks[0].detail
+
+
 def test_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
@@ -205,7 +228,7 @@ def test_many_failures_are_counted_and_three_named() -> None:
     assert row.detail.count("case") == 3 and row.detail.endswith("and 6 more")
 
 
-def test_ascending_dot_does_not_depend_on_the_place_of_a_row() -> None:
+def test_tensor_core_dot_does_not_depend_on_the_place_of_a_row() -> None:
     from triton.runtime import interpreter
 
     class Handle:
@@ -224,7 +247,7 @@ def test_ascending_dot_does_not_depend_on_the_place_of_a_row() -> None:
         handles = [interpreter.TensorHandle(x, tl.float32) for x in (left, b, np.zeros((len(left), 32), np.float32))]
         return builder.create_dot(None, *handles, None, None).data
 
-    with ascending_dot():
+    with tensor_core_dot():
         whole = product(a)
         for i in (0, 5, 63):
             assert np.array_equal(product(a[i : i + 1])[0], whole[i])

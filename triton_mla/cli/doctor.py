@@ -100,7 +100,7 @@ def launch() -> Findings:
     cache = torch.arange(16 * 80, device=device).remainder(7).to(torch.float16).view(1, 16, 80)
     q = torch.ones(1, 2, 80, dtype=torch.float16, device=device)
     zero, one = (torch.tensor([value], dtype=torch.int32, device=device) for value in (0, 1))
-    out = mla_decode(q, cache, zero[None], one, softmax_scale=0.1, kv_lora_rank=64)
+    out: Any = mla_decode(q, cache, zero[None], one, softmax_scale=0.1, kv_lora_rank=64)
     if not torch.equal(out[0, 1], cache[0, 0, :64]):
         raise RuntimeError("a decode over one token did not return that token")
     yield "decode", f"works on {device}"

@@ -25,7 +25,7 @@ class ProgressLine:
         self.shown = self.stream.isatty()
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        """Shows `done` of `total` and the name of what runs now."""
+        """Shows `done` of `total` and the name of what has just been done."""
         if self.shown:
             width = 24
             bar = "#" * (width * done // total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,12 @@ def _device(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r}: allowed are auto, cpu, cuda and cuda:N")
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are positive integers")
+    return int(text)
+
+
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
@@ -53,6 +60,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--device", type=_device, default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, for a first look")
+    parser.add_argument(
+        "--jobs", type=_positive, metavar="N", default=min(4, os.cpu_count() or 1), help="processes (default: up to 4)"
+    )
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the evidence to FILE as JSON")
     parser.add_argument("--golden", type=Path, metavar="DIR", help="folder with golden_<arch>.json files")
     parser.add_argument("--json", action="store_true", help="print the evidence as JSON")
@@ -77,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         return _run_with_interpreter(args)
     progress = ProgressLine()
     try:
-        report = verification.run(device, quick=args.quick, records=args.golden or golden.RECORDS, progress=progress)
+        records = args.golden or golden.RECORDS
+        report = verification.run(device, quick=args.quick, jobs=args.jobs, records=records, progress=progress)
     finally:
         progress.clear()
     evidence = report.to_json()
@@ -89,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_with_interpreter(args: argparse.Namespace) -> int:
     """The same command in a process where the interpreter is on before triton is imported."""
-    options = ["verify", "--device", "cpu"]
+    options = ["verify", "--device", "cpu", "--jobs", str(args.jobs)]
     options += [f"--{name}" for name in ("quick", "json") if getattr(args, name)]
     for name in ("record", "golden"):
         if getattr(args, name) is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import datetime
+import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from triton import knobs
 
 from triton_mla.fingerprint import numerics_fingerprint, source_files
 from triton_mla.tuning import arch_of
@@ -18,16 +19,16 @@ from triton_mla.verification.accuracy import ACCURACY
 from triton_mla.verification.checks import CHECKS
 from triton_mla.verification.controls import CONTROLS, Control
 from triton_mla.verification.environment import describe
-from triton_mla.verification.interpreter import ascending_dot
 from triton_mla.verification.profiles import Profile, profile_for
-from triton_mla.verification.report import CheckResult, ControlResult, Report, Status
-from triton_mla.verification.trial import Check, NotHereError, Trial
+from triton_mla.verification.report import CheckResult, ControlResult, Report
+from triton_mla.verification.rows import check_result, lost_row, run_row, trials_of
+from triton_mla.verification.trial import Check, NotHereError
 
 Progress = Callable[[int, int, str], None]
-"""Called with (rows done, rows in all, name of the next row)."""
+"""Called with (rows done, rows in all, name of the row that has just been done, or "")."""
 
-DETAILS = 3
-"""How many failed comparisons a row names."""
+Item = Check | Control
+Result = CheckResult | ControlResult
 
 
 def default_device() -> torch.device:
@@ -35,71 +36,11 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _collect(comparisons: Iterable[tuple[str, bool]]) -> tuple[list[str], list[str], str, Exception | None]:
-    """(names that were true, names that were false, reason of a skip, exception)."""
-    good: list[str] = []
-    bad: list[str] = []
-    try:
-        for name, value in comparisons:
-            (good if value else bad).append(name)
-    except NotHereError as reason:
-        return good, bad, str(reason), None
-    except Exception as error:  # a check that raises is a failed row, and the others still run
-        return good, bad, "", error
-    return good, bad, "", None
-
-
-def run_check(check: Check, trials: Sequence[Trial]) -> CheckResult:
-    """One row: the check over its cases. It fails if a comparison fails, if it raises, or if it compared nothing."""
-
-    def comparisons() -> Iterator[tuple[str, bool]]:
-        for trial in trials if check.every_case else trials[:1]:
-            label = f"{str(trial.dtype).removeprefix('torch.')}, {trial.num_heads} heads"
-            for name, equal in check.body(trial):
-                yield f"{label}: {name}", equal
-
-    return _check_result(check.name, check.contract_line, comparisons(), measures=check.measures)
-
-
-def _check_result(
-    name: str, line: str, comparisons: Iterable[tuple[str, bool]], *, measures: bool = False
-) -> CheckResult:
-    start = time.perf_counter()
-    good, bad, skip, error = _collect(comparisons)
-    seconds = round(time.perf_counter() - start, 3)
-    details = [*bad[:DETAILS], *([f"... and {len(bad) - DETAILS} more"] if len(bad) > DETAILS else [])]
-    if error is not None:
-        details.append(f"{type(error).__name__}: {error}")
-    status: Status = "passed" if good and not bad and error is None else "failed"
-    if skip and status == "failed" and not bad:
-        status = "skipped"
-        details = [skip]
-    elif status == "failed" and not details:
-        details = ["compared nothing"]
-    elif measures:
-        details += good
-    failures = len(bad) + (error is not None)
-    return CheckResult(name, line, status, len(good) + len(bad), failures, seconds, "; ".join(details))
-
-
-def run_control(control: Control, trial: Trial) -> ControlResult:
-    """One negative control. It fails if nothing differs or if it raises."""
-    start = time.perf_counter()
-    differing, equal, skip, error = _collect(control.body(trial))
-    seconds = round(time.perf_counter() - start, 3)
-    status: Status = "passed" if differing and error is None else "failed"
-    detail = f"equal: {'; '.join(equal[:DETAILS])}" if equal else ""
-    if skip and not equal and not differing:
-        status, detail = "skipped", skip
-    if error is not None:
-        detail = f"{type(error).__name__}: {error}"
-    return ControlResult(control.name, status, len(differing) + len(equal), len(differing), seconds, detail)
-
-
 def run(
     device: torch.device | str | None = None,
     *,
     quick: bool = False,
+    jobs: int = 1,
     profile: Profile | None = None,
     checks: Sequence[Check] | None = None,
     controls: Sequence[Control] | None = None,
@@ -111,21 +52,24 @@ def run(
     Args:
         device: where to run; None takes the current GPU, else the CPU under Triton's interpreter.
         quick: fewer sizes.
+        jobs: processes that share the rows; 1 runs them in this one. Compiling takes most of the time.
         profile: sizes, instead of those of the device.
         checks, controls: what to run; None takes everything.
         records: folder with the golden digests (`golden_<arch>.json`).
-        progress: called before each row.
+        progress: called at the start and after each row.
 
     Raises:
-        ValueError: device is a CPU and Triton's interpreter is off.
+        ValueError: jobs is not positive, or device is a CPU and Triton's interpreter is off.
     """
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs}: allowed are positive integers")
     device = default_device() if device is None else torch.device(device)
     arch = arch_of(device)
-    if device.type == "cpu" and arch != "interpreter":
+    if device.type == "cpu" and not knobs.runtime.interpret:
         raise ValueError("device=cpu: CPU tensors need TRITON_INTERPRET=1, set before triton is imported")
     profile = profile or profile_for(device, quick=quick)
-    checks = [*CHECKS, ACCURACY] if checks is None else checks
-    controls = CONTROLS if controls is None else controls
+    items: list[Item] = [*([*CHECKS, ACCURACY] if checks is None else checks)]
+    items += CONTROLS if controls is None else controls
     start = time.perf_counter()
     report = Report(
         profile=profile.name,
@@ -140,12 +84,6 @@ def run(
         ),
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
-    trials = [Trial(device, profile, dtype, heads) for dtype, heads in profile.cases]
-    total = len(checks) + len(controls) + 1
-
-    def announce(name: str) -> None:
-        if progress is not None:
-            progress(len(report.checks) + len(report.controls), total, name)
 
     def golden_comparisons() -> Iterator[tuple[str, bool]]:
         if device.type == "cpu":
@@ -153,15 +91,33 @@ def run(
         report.golden = golden.measure(profile, device)
         yield from golden.compare(report.golden, golden.load(arch, records))
 
-    guard: Any = ascending_dot() if arch == "interpreter" else contextlib.nullcontext()
-    with guard:
-        for check in checks:
-            announce(check.name)
-            report.checks.append(run_check(check, trials))
-        announce("golden digests")
-        report.checks.append(_check_result("golden digests", "release", golden_comparisons()))
-        for control in controls:
-            announce(control.name)
-            report.controls.append(run_control(control, trials[0]))
+    def done(name: str) -> None:
+        if progress is not None:
+            progress(len(results), len(items) + 1, name)
+
+    results: dict[int, Result] = {}
+    done("")
+    for index, result in _results(items, device, profile, jobs):
+        results[index] = result
+        done(items[index].name)
+    report.checks = [r for _, r in sorted(results.items()) if isinstance(r, CheckResult)]
+    report.controls = [r for _, r in sorted(results.items()) if isinstance(r, ControlResult)]
+    report.checks.append(check_result("golden digests", "release", golden_comparisons()))
     report.seconds = round(time.perf_counter() - start, 2)
     return report
+
+
+def _results(items: Sequence[Item], device: torch.device, profile: Profile, jobs: int) -> Iterator[tuple[int, Result]]:
+    """(index, result) of every item, as they are done."""
+    if jobs == 1:
+        trials_of.cache_clear()
+        for index, item in enumerate(items):
+            yield index, run_row(item, device, profile)
+        trials_of.cache_clear()
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = {pool.submit(run_row, item, device, profile): index for index, item in enumerate(items)}
+        for future in concurrent.futures.as_completed(futures):
+            index, error = futures[future], future.exception()
+            yield index, lost_row(items[index], error) if isinstance(error, Exception) else future.result()

@@ -2,53 +2,56 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from triton_mla.errors import UnsupportedError
 from triton_mla.plan import AttentionPlan, plan_attention
 from triton_mla.testing import PagedBatch
-from triton_mla.tuning import arch_of
+from triton_mla.tuning import ARCHITECTURES, Schedule, arch_of
 from triton_mla.verification.trial import Trial
 
-SHAPES = (
-    ("one_pass", 16, 2, 2),
-    ("one_pass", 16, 4, 1),
-    ("one_pass", 16, 4, 3),
-    ("one_pass", 32, 4, 2),
-    ("one_pass", 64, 4, 1),
-    ("one_pass", 64, 8, 1),
-    ("one_pass", 64, 8, 2),
-    ("two_phase", 16, 4, 3),
-    ("two_phase", 64, 8, 2),
-)
-"""(form, rows, warps, stages) of a tile."""
+
+def schedules(arch: str, dtype: torch.dtype) -> list[Schedule]:
+    """Tiles of 16 to 64 rows, 2 to 8 warps, 1 to 3 stages, both forms, with and without folding."""
+    table = ARCHITECTURES[arch]
+    if dtype == torch.float32:
+        # Products of fp32 are unrolled multiplications: larger tiles take minutes to compile.
+        return [table.fp32, replace(table.fp32, num_stages=1), replace(table.fp32, num_warps=8)]
+    one_pass, two_phase = Schedule(pdl=table.few.pdl), table.few
+    return [
+        replace(one_pass, num_warps=2, num_stages=2),
+        replace(one_pass, num_warps=4, num_stages=1),
+        replace(one_pass, num_warps=4, num_stages=3),
+        replace(one_pass, num_warps=4, num_stages=3, fold_splits=3),
+        replace(one_pass, block_rows=32, num_warps=4, num_stages=2),
+        replace(one_pass, block_rows=64, num_warps=4, num_stages=1),
+        replace(one_pass, block_rows=64, num_warps=8, num_stages=2),
+        replace(one_pass, block_rows=64, num_warps=8, num_stages=2, fold_splits=8),
+        two_phase,
+        replace(two_phase, block_rows=64, num_warps=8, num_stages=2, block_v=128),
+    ]
 
 
 def plans(trial: Trial, batch: PagedBatch, *, decode: bool) -> Iterator[tuple[str, AttentionPlan]]:
-    """(name, plan) of every shape that this architecture can run; all have the order of `trial`."""
-    facts: dict[str, Any] = {
-        "num_tokens": len(batch.q),
-        "batch_size": len(batch.seq_lens),
-        "num_heads": batch.q.shape[1],
-        "max_seq_len": batch.block_table.shape[1] * batch.page_size,
-        "kv_lora_rank": batch.kv_lora_rank,
-        "qk_rope_head_dim": batch.q.shape[2] - batch.kv_lora_rank,
-        "dtype": trial.dtype,
-        "page_size": batch.page_size,
-        "decode": decode,
-        "arch": arch_of(trial.device),
-        "num_sms": torch.cuda.get_device_properties(trial.device).multi_processor_count,
-        "order": trial.profile.order,
-    }
-    chosen = plan_attention(**facts).schedule
-    for form, rows, warps, stages in SHAPES:
-        shape = {"form": form, "block_rows": rows, "num_warps": warps, "num_stages": stages}
-        try:
-            plan = plan_attention(**facts, schedule=dataclasses.replace(chosen, **shape))
-        except UnsupportedError:
-            continue
-        yield f"{form}, {rows} rows, {warps} warps, {stages} stages", plan
+    """(name, plan) of every schedule for a call; all have the order of `trial`."""
+    arch = arch_of(trial.device)
+    for s in schedules(arch, trial.dtype):
+        plan = plan_attention(
+            num_tokens=len(batch.q),
+            batch_size=len(batch.seq_lens),
+            num_heads=batch.q.shape[1],
+            max_seq_len=batch.block_table.shape[1] * batch.page_size,
+            kv_lora_rank=batch.kv_lora_rank,
+            qk_rope_head_dim=batch.q.shape[2] - batch.kv_lora_rank,
+            dtype=trial.dtype,
+            page_size=batch.page_size,
+            decode=decode,
+            arch=arch,
+            num_sms=torch.cuda.get_device_properties(trial.device).multi_processor_count,
+            order=trial.profile.order,
+            schedule=s,
+        )
+        fold = f", fold {s.fold_splits}" if s.fold_splits > 1 else ""
+        yield f"{s.form}, {s.block_rows} rows, {s.num_warps} warps, {s.num_stages} stages{fold}", plan

@@ -127,8 +127,8 @@ class Trial:
 
     @cached_property
     def crowd(self) -> PagedBatch:
-        """The watched request as row 0, with as many neighbours as the largest batch has."""
-        return self.batch([self.victim, *self.neighbours(max(self.profile.batch_sizes) - 1)])
+        """The watched request as row 0, with as many neighbours as the largest batch has, and at least two."""
+        return self.batch([self.victim, *self.neighbours(max(2, max(self.profile.batch_sizes) - 1))])
 
 
 @dataclass(frozen=True)
