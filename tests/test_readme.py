@@ -70,6 +70,15 @@ def test_named_files_exist(document):
         assert (ROOT / path).exists(), path
 
 
+def test_table_of_parts():
+    """Every module and folder of the package has a row, and every row is of one that exists."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = {name for part, *_ in rows(text, "| part | what it owns | may import |") for name in part.split(", ")}
+    modules = {path.name for path in (ROOT / "triton_mla").glob("[!_]*.py")}
+    folders = {f"{path.parent.name}/" for path in (ROOT / "triton_mla").glob("*/__init__.py")}
+    assert listed == {f"`{name}`" for name in modules | folders}
+
+
 def test_table_of_variables():
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     expected = [[f"`{item.name}`", item.type, item.default, item.meaning] for item in VARIABLES]
