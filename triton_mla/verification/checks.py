@@ -124,7 +124,7 @@ def graph(trial: Trial) -> Comparisons:
     crowd = trial.batch([trial.victim, *trial.neighbours(7)])
     eight = pick(crowd, range(8))
     static = dataclasses.replace(eight, q=eight.q.clone(), block_table=eight.block_table.clone())
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         trial.decode(static)

@@ -14,7 +14,7 @@ from triton_mla.verification.trial import Trial
 
 
 def schedules(arch: str, dtype: torch.dtype) -> list[Schedule]:
-    """Tiles of 16 to 64 rows, 2 to 8 warps, 1 to 3 stages, both forms, with and without folding."""
+    """Tiles of 16 to 64 rows, 2 to 8 warps, 1 to 3 stages, in both forms."""
     table = ARCHITECTURES[arch]
     if dtype == torch.float32:
         # Products of fp32 are unrolled multiplications: larger tiles take minutes to compile.
@@ -24,11 +24,9 @@ def schedules(arch: str, dtype: torch.dtype) -> list[Schedule]:
         replace(one_pass, num_warps=2, num_stages=2),
         replace(one_pass, num_warps=4, num_stages=1),
         replace(one_pass, num_warps=4, num_stages=3),
-        replace(one_pass, num_warps=4, num_stages=3, fold_splits=3),
         replace(one_pass, block_rows=32, num_warps=4, num_stages=2),
         replace(one_pass, block_rows=64, num_warps=4, num_stages=1),
         replace(one_pass, block_rows=64, num_warps=8, num_stages=2),
-        replace(one_pass, block_rows=64, num_warps=8, num_stages=2, fold_splits=8),
         two_phase,
         replace(two_phase, block_rows=64, num_warps=8, num_stages=2, block_v=128),
     ]
@@ -53,5 +51,4 @@ def plans(trial: Trial, batch: PagedBatch, *, decode: bool) -> Iterator[tuple[st
             order=trial.profile.order,
             schedule=s,
         )
-        fold = f", fold {s.fold_splits}" if s.fold_splits > 1 else ""
-        yield f"{s.form}, {s.block_rows} rows, {s.num_warps} warps, {s.num_stages} stages{fold}", plan
+        yield f"{s.form}, {s.block_rows} rows, {s.num_warps} warps, {s.num_stages} stages", plan
