@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import multiprocessing
 import pkgutil
 import random
+from collections.abc import Sequence
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -69,20 +71,24 @@ def varying_batches(seed: int = 0) -> list[tuple[list[int], int]]:
     return batches
 
 
-def count_variants(heads: int, device: str = "cuda") -> dict[str, int]:
-    """Kernels compiled by `mla_decode` over `varying_batches()`, by kernel name, starting from none in memory."""
-    functions = kernel_functions()
-    for function in functions.values():
-        function.device_caches.clear()
-    generator = torch.Generator(device=device).manual_seed(0)
-    cache = torch.randn(80, PAGE, RANK + ROPE, generator=generator, device=device, dtype=torch.bfloat16)
+def _count(heads: int) -> dict[str, int]:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    cache = torch.randn(80, PAGE, RANK + ROPE, generator=generator, device="cuda", dtype=torch.bfloat16)
     for lengths, width in varying_batches():
         batch = len(lengths)
-        q = torch.randn(batch, heads, RANK + ROPE, generator=generator, device=device, dtype=torch.bfloat16)
-        table = torch.randint(80, (batch, width), generator=generator, device=device, dtype=torch.int32)
-        seq_lens = torch.tensor(lengths, device=device, dtype=torch.int32)
+        q = torch.randn(batch, heads, RANK + ROPE, generator=generator, device="cuda", dtype=torch.bfloat16)
+        table = torch.randint(80, (batch, width), generator=generator, device="cuda", dtype=torch.int32)
+        seq_lens = torch.tensor(lengths, device="cuda", dtype=torch.int32)
         mla_decode(q, cache, table, seq_lens, softmax_scale=SOFTMAX_SCALE)
+    torch.cuda.synchronize()
     counts = {
-        name: sum(len(entry[0]) for entry in function.device_caches.values()) for name, function in functions.items()
+        name: sum(len(entry[0]) for entry in function.device_caches.values())
+        for name, function in kernel_functions().items()
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def count_variants(heads: Sequence[int]) -> dict[int, dict[str, int]]:
+    """Kernels that `mla_decode` compiles over `varying_batches()`, by head count and name, each in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(len(heads), maxtasksperchild=1) as pool:
+        return dict(zip(heads, pool.map(_count, heads, chunksize=1), strict=True))

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "host" in args.rows:
         times = measure_host_times(peers)
         host = {name: {"us_median": round(t.median, 2), "us_spread": round(t.spread, 2)} for name, t in times.items()}
-    variants = {heads: count_variants(heads) for heads in (16, 128)} if "variants" in args.rows else {}
+    variants = count_variants((16, 128)) if "variants" in args.rows else {}
     path = args.out or default_path(head["gpu"])
     one = functools.partial(
         measure,

@@ -95,16 +95,17 @@ def describe(schedule: Schedule) -> str:
 
 
 def schedules(base: Schedule) -> list[Schedule]:
-    """`base` first, then every other combination of form, tile rows, warps, stages and folded splits."""
-    combinations = itertools.product(("one_pass", "two_phase"), (16, 32, 64), (4, 8), (1, 2, 3), (1, 2, 4, 0))
-    names = ("form", "block_rows", "num_warps", "num_stages", "fold_splits")
-    varied = []
-    for values in combinations:
-        try:
-            varied.append(dataclasses.replace(base, **dict(zip(names, values, strict=True))))
-        except ValueError as error:
-            log.debug("schedule %s is not allowed: %s", values, error)
-    return list(dict.fromkeys([base, *varied]))
+    """`base` first; then one-pass schedules, and two-phase ones with the values kernel or the scores kernel varied."""
+    common = {"block_rows": (16, 64), "pdl": (base.pdl,), "form": ("two_phase",)}
+    grids: list[dict[str, tuple[Any, ...]]] = [
+        {"block_rows": (16, 32, 64), "num_warps": (4, 8), "num_stages": (1, 2, 3), "pdl": (base.pdl,)},
+        {**common, "num_warps": (4, 8), "num_stages": (3, 5), "block_v": (32, 64, 128), "score_warps": (8,)},
+        {**common, "num_warps": (8,), "num_stages": (5,), "block_k": (128, 512), "score_warps": (4, 8)},
+    ]
+    found = [base, dataclasses.replace(base, pdl=not base.pdl)]
+    for axes in grids:
+        found += [Schedule(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return list(dict.fromkeys(found))
 
 
 def plans(inputs: Any, splits: Sequence[int], every_schedule: bool) -> list[tuple[Variant, AttentionPlan]]:
@@ -235,6 +236,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("search_split.json"), help="JSON file (default: %(default)s)")
     args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: allowed is a positive integer")
     try:
         for split in args.splits:
             ReductionOrder(kv_split=split)
@@ -262,6 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("the search needs a CUDA device")
         return 2
     start = time.monotonic()
+    if args.schedules:
+        log.info("a schedule is written %s", "/".join(field.name for field in dataclasses.fields(Schedule)))
     precompile(compile_jobs(args.workloads, args.splits, args.schedules), args.peers)
     peers, ceilings = Peers(args.peers), measure_ceilings(args.repeats)
     head = report.header(peers, ceilings, args.repeats, args.flush)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks import host, implementations, report, run, runner, search_split,
 from benchmarks.peers import Peers, Unavailable
 from benchmarks.timing import Timing, summarize
 from benchmarks.workloads import ROWS, Workload, decode, extend, grid, make_inputs, parse
+from triton_mla.tuning import Schedule
 
 CEILINGS = {"hbm_bytes_per_s": 4.0e12, "bf16_flops_per_s": 8.0e14}
 SMALL = Workload("decode", 16, (70, 3), dtype="float32")
@@ -88,7 +90,7 @@ def test_bad_command_line():
     for argv in (["--rows", "nothing"], ["--impls", "nothing"], ["--repeats", "0"], ["--workloads", "1,2"]):
         with pytest.raises(SystemExit):
             run.arguments(argv)
-    for argv in (["--splits", "100"], ["--workloads", "1,2"]):
+    for argv in (["--splits", "100"], ["--repeats", "0"], ["--workloads", "1,2"]):
         with pytest.raises(SystemExit):
             search_split.arguments(argv)
 
@@ -236,20 +238,37 @@ def test_split_search(tmp_path: Path):
     assert len(json.loads((tmp_path / "split.json").read_text())["cells"][0]["variants"]) == 2
 
 
-def test_every_schedule_is_searched_and_gives_one_set_of_bits():
-    w = Workload("decode", 16, (130,), dtype="float32")
+def test_schedules():
+    base = Schedule(pdl=True)
+    found = search_split.schedules(base)
+    assert found[0] == base and len(found) == len(set(map(search_split.describe, found))) > 40
+    assert {s.form for s in found} == {"one_pass", "two_phase"} and {s.block_rows for s in found} == {16, 32, 64}
+    assert [s.pdl for s in found].count(False) == 1
+
+
+def test_a_schedule_with_other_bits_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    warps = (4, 8, 2)
+    monkeypatch.setattr(search_split, "schedules", lambda base: [replace(base, num_warps=n) for n in warps])
+    planned_call = search_split.planned_call
+
+    def last_bit_wrong(inputs, plan, workspace, out):
+        call = planned_call(inputs, plan, workspace, out)
+        if plan.schedule.num_warps != 2:
+            return call
+        return lambda: call().view(torch.int32)[0, 0].bitwise_xor_(1)
+
+    monkeypatch.setattr(search_split, "planned_call", last_bit_wrong)
     cell = search_split.measure_cell(
-        w,
-        [64],
+        SMALL,
+        [128],
         every_schedule=True,
         peers=Peers(None),
         clock=FakeClock(),
         ceilings=CEILINGS,
         device=torch.device("cpu"),
     )
-    assert len(cell.variants) > 4
-    assert {v.reason for v in cell.variants} == {""}
-    assert len({v.name for v in cell.variants}) == len(cell.variants)
+    assert [v.reason for v in cell.variants] == ["", "", "bits differ from the first schedule's"]
+    assert [v.timing is None for v in cell.variants] == [False, False, True]
 
 
 @pytest.fixture
@@ -263,7 +282,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "measure_ceilings", lambda repeats: CEILINGS)
     monkeypatch.setattr(search_split, "compile_jobs", lambda *args: [])
     monkeypatch.setattr(run, "measure_host_times", lambda peers: {"triton_mla": Timing(39.0, 38.0, 40.0)})
-    monkeypatch.setattr(run, "count_variants", lambda heads: {"kernel": 5})
+    monkeypatch.setattr(run, "count_variants", lambda heads: {h: {"kernel": 5} for h in heads})
 
 
 def test_the_run_command(pretended_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
