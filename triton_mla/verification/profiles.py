@@ -42,7 +42,7 @@ class Profile:
 
 INTERPRETER = Profile(
     name="interpreter",
-    cases=((torch.float32, 4), (torch.float16, 3), (torch.bfloat16, 4)),
+    cases=((torch.float32, 3), (torch.float16, 2), (torch.bfloat16, 2)),
     kv_lora_rank=64,
     qk_rope_head_dim=16,
     page_size=16,
@@ -57,7 +57,7 @@ INTERPRETER = Profile(
     pieces=((0, 20, (16,)), (62, 68, (64,)), (125, 131, (128,))),
     verify_lengths=(65, 129),
     verify_tokens=(2, 3),
-    head_slices=((0, 2), (1, 2), (2, 4)),
+    head_slices=((0, 1), (0, 2), (1, 3)),
     accuracy_lengths=(0, 1, 64, 70, 150),
     far_pages=0,
 )
