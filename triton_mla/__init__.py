@@ -2,14 +2,18 @@
 
 from . import compiled as _compiled  # noqa: F401  registers the torch.library operators
 from .attention import merge_attn_states, mla_decode, mla_extend, write_kv_cache
+from .batch import BatchLayout
+from .config import Settings
 from .dims import MLADims
 from .errors import UnsupportedError
+from .fingerprint import numerics_fingerprint
 from .plan import AttentionPlan, plan_attention
+from .policy import resolve
 from .tuning import DEFAULT_ORDER, ReductionOrder, Schedule
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DEFAULT_ORDER", "AttentionPlan", "MLADims", "ReductionOrder", "Schedule", "UnsupportedError", "merge_attn_states", "mla_decode", "mla_extend",
-    "plan_attention", "write_kv_cache",
+    "DEFAULT_ORDER", "AttentionPlan", "BatchLayout", "MLADims", "ReductionOrder", "Schedule", "Settings", "UnsupportedError", "merge_attn_states",
+    "mla_decode", "mla_extend", "numerics_fingerprint", "plan_attention", "resolve", "write_kv_cache",
 ]

@@ -67,7 +67,7 @@ def write_kv_cache(
     if torch.compiler.is_compiling():
         torch.ops.triton_mla.write_kv_cache(kv_c, k_pe, kv_cache, slots)
         return
-    if slots.device.type == "cpu" and num_tokens and not (-1 <= int(slots.min()) and int(slots.max()) < num_pages * page_size):
+    if slots.device.type == "cpu" and num_tokens and not (int(slots.min()) >= -1 and int(slots.max()) < num_pages * page_size):
         raise ValueError(f"slot_mapping has slots from {int(slots.min())} to {int(slots.max())}; they must be from -1 (skip) to {num_pages * page_size - 1}")
     if slots.device.type == "cpu" and (written := slots[slots >= 0]).numel() != written.unique().numel():
         raise ValueError(f"slot_mapping={slots.tolist()} must not name a slot twice")

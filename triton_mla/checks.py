@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -67,12 +68,12 @@ def lengths(seq_lens: torch.Tensor, block_table: torch.Tensor, page_size: int, n
         if not 0 <= n <= capacity:
             raise ValueError(f"seq_lens[{i}]={n} must be from 0 to {capacity}: block_table has {block_table.shape[1]} pages of {page_size} tokens a request")
         used = block_table[i, : -(-n // page_size)]
-        if used.numel() and not (0 <= int(used.min()) and int(used.max()) < num_pages):
+        if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < num_pages):
             raise ValueError(f"block_table[{i}] has page ids from {int(used.min())} to {int(used.max())}; kv_cache has pages 0 to {num_pages - 1}")
     if cu_seqlens_q is None:
         return
     starts = cu_seqlens_q.tolist()
-    if starts[0] != 0 or starts[-1] > num_tokens or any(b < a for a, b in zip(starts, starts[1:])):
+    if starts[0] != 0 or starts[-1] > num_tokens or any(b < a for a, b in pairwise(starts)):
         raise ValueError(f"cu_seqlens_q={starts} must begin with 0, never fall, and end at no more than the {num_tokens} tokens of q")
     for i, n in enumerate(lens):
         q_len = starts[i + 1] - starts[i]

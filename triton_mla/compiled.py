@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from . import attention
@@ -19,14 +21,19 @@ def attend(
     plan = plan_attention(num_tokens=q_nope.shape[0], batch_size=seq_lens.shape[0], num_heads=q_nope.shape[1], max_seq_len=max_seq_len,
                           kv_lora_rank=kv_lora_rank, qk_rope_head_dim=q_pe.shape[2], dtype=kv_cache.dtype, page_size=kv_cache.shape[1],
                           decode=cu_seqlens_q is None, arch=arch, num_sms=num_sms, order=order)
-    keywords = {"softmax_scale": softmax_scale, "kv_lora_rank": kv_lora_rank, "return_lse": True, "plan": plan}
+    keywords: dict[str, Any] = {"softmax_scale": softmax_scale, "kv_lora_rank": kv_lora_rank, "return_lse": True, "plan": plan}
     if cu_seqlens_q is None:
-        return attention.mla_decode((q_nope, q_pe), kv_cache, block_table, seq_lens, **keywords)
-    return attention.mla_extend((q_nope, q_pe), kv_cache, block_table, cu_seqlens_q, seq_lens, **keywords)
+        out, lse = attention.mla_decode((q_nope, q_pe), kv_cache, block_table, seq_lens, **keywords)
+    else:
+        out, lse = attention.mla_extend((q_nope, q_pe), kv_cache, block_table, cu_seqlens_q, seq_lens, **keywords)
+    return out, lse
 
 
 @attend.register_fake
-def _(q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, seq_lens, softmax_scale, kv_lora_rank, max_seq_len, block_n, kv_split, reference_step):
+def _(
+    q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+    seq_lens: torch.Tensor, softmax_scale: float, kv_lora_rank: int, max_seq_len: int, block_n: int, kv_split: int, reference_step: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = q_nope.shape
     return q_nope.new_empty((tokens, heads, kv_lora_rank)), q_nope.new_empty((tokens, heads), dtype=torch.float32)
 
@@ -42,5 +49,5 @@ def merge_attn_states(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Ten
 
 
 @merge_attn_states.register_fake
-def _(out_a, lse_a, out_b, lse_b):
+def _(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

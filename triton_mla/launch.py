@@ -47,7 +47,7 @@ def attend(
     plan: AttentionPlan, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor,
 ) -> None:
-    """All launches of a call: one pass or two phases, then the combine if any row can have partials. ``workspace``: fp32, aligned to 16 bytes."""
+    """All launches of a call: for each wave one pass or two phases, then the combine if a row can have partials. ``workspace``: fp32, aligned to 16."""
     schedule, order = plan.schedule, plan.order
     R, P, page_size = plan.kv_lora_rank, plan.qk_rope_head_dim, plan.page_size
     emulate = INTERPRETED and plan.dtype == torch.bfloat16
@@ -68,26 +68,30 @@ def attend(
     block_p = {"P": P, "BLOCK_P": triton.next_power_of_2(max(P, 16))}
     first: dict[str, Any] = {"num_warps": schedule.num_warps}
     dependent: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    if schedule.form == "one_pass":
-        launch(one_pass_kernel, key, (plan.num_row_tiles, plan.num_programs),
-               (q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, seq_lens, out, lse, workspace, scale_log2, *q_strides, *kv_strides,
-                block_table.stride(0), *out_strides, *sizes, order.kv_split, schedule.fold_splits, plan.num_rows, plan.num_slots),
-               {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_R": triton.next_power_of_2(R), **block_p, "STEP": order.reference_step, **flags,
-                "STAGES": schedule.num_stages, **ends}, first)
-    else:
-        scores = workspace[plan.partials_size:]
-        launch(scores_kernel, key, (plan.num_row_tiles, plan.num_score_programs),
-               (q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, seq_lens, scores, *q_strides, *kv_strides, block_table.stride(0), *sizes, plan.num_tiles),
-               {**tiling, "R": R, "BLOCK_K": min(schedule.block_k, triton.next_power_of_2(R)), **block_p, **flags, **ends},
-               {"num_warps": schedule.score_warps})
-        slices = -(-R // schedule.block_v)
-        launch(values_kernel, key, (plan.num_row_tiles * slices, plan.num_programs),
-               (kv_cache, block_table, cu_seqlens_q, seq_lens, scores, out, lse, workspace, scale_log2, *kv_strides, block_table.stride(0), *out_strides,
-                *sizes, order.kv_split, plan.num_rows, plan.num_slots, plan.num_tiles),
-               {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_V": schedule.block_v, "STEP": order.reference_step, **flags,
-                "STAGES": schedule.num_stages, **ends}, {**first, **dependent})
-    if plan.num_slots:
-        width = min(COMBINE_WIDTH, triton.next_power_of_2(R))
-        launch(combine_kernel, key, (plan.num_rows, -(-R // width)),
-               (out, lse, workspace, *out_strides, plan.num_heads, plan.num_rows, plan.num_slots),
-               {"R": R, "WIDTH": width, "AHEAD": COMBINE_AHEAD, **ends}, {"num_warps": 1, **dependent})
+    scores = workspace[plan.partials_size:]
+    slices = -(-R // schedule.block_v)
+    width = min(COMBINE_WIDTH, triton.next_power_of_2(R))
+    for first_row_tile in range(0, plan.num_row_tiles, plan.wave_row_tiles):
+        row_tiles = min(plan.wave_row_tiles, plan.num_row_tiles - first_row_tile)
+        wave = (first_row_tile, plan.num_splits, plan.wave_rows)
+        if schedule.form == "one_pass":
+            launch(one_pass_kernel, key, (row_tiles, plan.num_splits),
+                   (q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, seq_lens, out, lse, workspace, scale_log2, *q_strides, *kv_strides,
+                    block_table.stride(0), *out_strides, *sizes, order.kv_split, *wave),
+                   {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_R": triton.next_power_of_2(R), **block_p, "STEP": order.reference_step,
+                    **flags, "STAGES": schedule.num_stages, **ends}, first)
+        else:
+            launch(scores_kernel, key, (row_tiles, plan.num_score_programs),
+                   (q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, seq_lens, scores, *q_strides, *kv_strides, block_table.stride(0), *sizes,
+                    first_row_tile, plan.num_tiles),
+                   {**tiling, "R": R, "BLOCK_K": min(schedule.block_k, triton.next_power_of_2(R)), **block_p, **flags, **ends},
+                   {"num_warps": schedule.score_warps})
+            launch(values_kernel, key, (row_tiles * slices, plan.num_splits),
+                   (kv_cache, block_table, cu_seqlens_q, seq_lens, scores, out, lse, workspace, scale_log2, *kv_strides, block_table.stride(0),
+                    *out_strides, *sizes, order.kv_split, *wave, plan.num_tiles),
+                   {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_V": schedule.block_v, "STEP": order.reference_step, **flags,
+                    "STAGES": schedule.num_stages, **ends}, {**first, **dependent})
+        if plan.num_splits > 1:
+            launch(combine_kernel, key, (row_tiles * schedule.block_rows, -(-R // width)),
+                   (out, lse, workspace, *out_strides, plan.num_heads, plan.num_splits, plan.wave_rows),
+                   {"R": R, "WIDTH": width, "AHEAD": COMBINE_AHEAD, **ends}, {"num_warps": 1, **dependent})

@@ -6,7 +6,7 @@ who computes a split, never where it is cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,10 +16,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_KV_LORA_RANK = 512
 MAX_QK_ROPE_HEAD_DIM = 64
 MAX_NUM_HEADS = 128
-# Programs of one kernel beyond which they walk several splits each: most of a grid made for the longest possible context is empty.
+# Programs of the scores kernel beyond which they walk several tiles each: most of a grid made for the longest possible context is empty.
 MAX_PROGRAMS_PER_SM = 16
-# A first program folds at most this many splits while the later ones are spread: bounds what one long row can hold up.
-MAX_FOLD_SPLITS = 8
+# Scratch memory of a call beyond which its row tiles are done in waves, one after another.
+MAX_WORKSPACE_BYTES = 1 << 30
 
 
 def split_table(seq_len: int, order: ReductionOrder = DEFAULT_ORDER) -> tuple[tuple[int, int], ...]:
@@ -37,10 +37,10 @@ class AttentionPlan:
     """How one call is spread over the machine. Valid for every call of the same shapes whose lengths are at most ``max_seq_len``.
 
     Attributes:
-        num_splits: splits of the longest possible row.
-        num_row_tiles: row tiles of the grid (in an extend an upper bound: the host does not know the query lengths).
-        num_programs: programs that share the splits of a row tile; num_score_programs: those that share its KV tiles (two phases).
-        num_slots: partial states of a row; 0 when every row is finished by its own program, and no combine runs.
+        num_splits: splits of the longest possible row; with one, every row is finished by its own program and no combine runs.
+        num_row_tiles: row tiles of the call (in an extend an upper bound: the host does not know the query lengths).
+        wave_row_tiles: row tiles that are done together, so that the scratch memory stays bounded.
+        num_score_programs: programs that share the KV tiles of a row tile (two phases).
         workspace_bytes: scratch memory of a call, in bytes. Its contents need no initialisation.
     """
 
@@ -58,14 +58,13 @@ class AttentionPlan:
     schedule: Schedule
     num_splits: int
     num_row_tiles: int
-    num_programs: int
+    wave_row_tiles: int
     num_score_programs: int
-    num_slots: int
 
     @property
-    def num_rows(self) -> int:
-        """(query token, head) pairs of a call."""
-        return self.num_tokens * self.num_heads
+    def wave_rows(self) -> int:
+        """Rows of a wave, those included that tiles have in excess."""
+        return self.wave_row_tiles * self.schedule.block_rows
 
     @property
     def num_tiles(self) -> int:
@@ -74,18 +73,21 @@ class AttentionPlan:
 
     @property
     def partials_size(self) -> int:
-        """fp32 elements of the partial states (see kernels/partials.py), rounded up to 64 bytes."""
-        size = self.num_slots * self.num_rows * (self.kv_lora_rank + 3) + (self.num_rows if self.num_slots else 0)
-        return -(-size // 16) * 16
+        """fp32 elements of the partial states (kernels/partials.py)."""
+        return self.wave_rows * _partials_per_row(self.num_splits, self.kv_lora_rank)
 
     @property
     def scores_size(self) -> int:
         """fp32 elements of the scores of the two-phase form."""
-        return self.num_rows * self.num_tiles * self.order.block_n if self.schedule.form == "two_phase" else 0
+        return self.wave_rows * self.num_tiles * self.order.block_n if self.schedule.form == "two_phase" else 0
 
     @property
     def workspace_bytes(self) -> int:
         return 4 * (self.partials_size + self.scores_size)
+
+
+def _partials_per_row(num_splits: int, kv_lora_rank: int) -> int:
+    return num_splits * (kv_lora_rank + 3) + 2 if num_splits > 1 else 0
 
 
 def _row_tiles(num_tokens: int, batch_size: int, num_heads: int, block_rows: int, decode: bool) -> int:
@@ -99,21 +101,18 @@ def choose_schedule(
 ) -> Schedule:
     """The schedule for what the host knows of a batch. Free to look at all of it, since no schedule changes a bit."""
     table = ARCHITECTURES[arch]
-    if dtype == torch.float32 or table.rows16 is None:
-        return table.fp32 if dtype == torch.float32 else table.few
-    if arch == "interpreter":
-        return table.rows16
-    rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
-    few_items = _row_tiles(num_tokens, batch_size, num_heads, table.few.block_rows, decode) * num_splits
-    if num_splits > 1 and few_items <= num_sms // 4:
+    if dtype == torch.float32:
+        return table.fp32
+    items16 = _row_tiles(num_tokens, batch_size, num_heads, 16, decode) * num_splits
+    if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // 8):
         return table.few
-    schedule = table.rows16
-    if table.rows64 is not None and rows_per_request > 32:
-        schedule = table.rows64
-    tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
-    if tiles * num_splits > 2 * num_sms:
-        schedule = replace(schedule, fold_splits=min(num_splits, MAX_FOLD_SPLITS))
-    return schedule
+    rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
+    items64 = _row_tiles(num_tokens, batch_size, num_heads, 64, decode) * num_splits
+    if table.rows64 is not None and rows_per_request > 32 and items64 >= num_sms * 3 // 4:
+        return table.rows64
+    if table.full16 is not None and items16 >= 4 * num_sms:
+        return table.full16
+    return table.rows16
 
 
 def plan_attention(
@@ -165,15 +164,14 @@ def plan_attention(
         schedule = choose_schedule(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, num_splits=num_splits, dtype=dtype,
                                    decode=decode, arch=arch, num_sms=num_sms)
     row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
-    later_splits = max(0, num_splits - schedule.fold_splits)
-    most_programs = max(1, MAX_PROGRAMS_PER_SM * num_sms // max(row_tiles, 1))
+    num_tiles = num_splits * (order.kv_split // order.block_n)
+    row_bytes = 4 * (_partials_per_row(num_splits, kv_lora_rank) + (num_tiles * order.block_n if schedule.form == "two_phase" else 0))
+    wave = min(row_tiles, max(1, MAX_WORKSPACE_BYTES // (row_bytes * schedule.block_rows))) if row_bytes else row_tiles
     return AttentionPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim, dtype=dtype, page_size=page_size, decode=decode, arch=arch, order=order, schedule=schedule,
-        num_splits=num_splits, num_row_tiles=row_tiles,
-        num_programs=1 + min(later_splits, most_programs),
-        num_score_programs=min(num_splits * (order.kv_split // order.block_n), most_programs),
-        num_slots=later_splits + 1 if later_splits else 0,
+        num_splits=num_splits, num_row_tiles=row_tiles, wave_row_tiles=wave,
+        num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // max(wave, 1))),
     )
 
 

@@ -28,7 +28,7 @@ class ReductionOrder:
     """
 
     block_n: int = 64
-    kv_split: int = 2048
+    kv_split: int = 1024
     reference_step: int = 8
     input_precision: Literal["ieee"] = "ieee"
     fp_fusion: bool = False
@@ -58,7 +58,6 @@ class Schedule:
         form: "one_pass" reads each latent row once; "two_phase" computes all scores first, then P.V by slices of value columns.
         block_rows: (token, head) rows of a tile: 16 and 32 use mma.sync, 64 warpgroup MMA where the machine has it.
         num_warps, num_stages: of the attention kernel (one pass) or of the values kernel (two phases).
-        fold_splits: splits that the first program of a row tile folds itself; 1 leaves all to the combine. One pass only.
         block_v: value columns of a slice (two phases).
         block_k: latent columns of a product in the scores kernel (two phases).
         score_warps: warps of the scores kernel (two phases).
@@ -69,7 +68,6 @@ class Schedule:
     block_rows: int = 16
     num_warps: int = 4
     num_stages: int = 3
-    fold_splits: int = 1
     block_v: int = 64
     block_k: int = 512
     score_warps: int = 4
@@ -83,47 +81,51 @@ class Schedule:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
         _positive_int("num_stages", self.num_stages, "a positive int")
-        _positive_int("fold_splits", self.fold_splits, "a positive int")
-        if self.form == "two_phase" and self.fold_splits != 1:
-            raise ValueError(f"fold_splits={self.fold_splits!r} must be 1 for the two-phase form")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One kind of GPU: its limits, and which schedule serves which amount of work (for 16-bit caches and for fp32).
+    """One kind of GPU: its limits, and which schedule serves which amount of work.
 
     Attributes:
         shared_memory: bytes that one program may use.
-        few: schedule while there are few (row tile, split) items; None where the one-pass form serves them too.
-        rows16, rows64: one-pass schedules for tiles of few and of many rows; None where no one-pass kernel fits the shared memory.
+        few: while there are few (row tile, split) items, and wherever no one-pass kernel fits the shared memory.
+        rows16: one pass, tiles of few rows; full16: the same on a full machine, where two programs fit one multiprocessor.
+        rows64: one pass, tiles of many rows.
+        fp32: fp32 caches, whatever the amount.
     """
 
     name: str
     shared_memory: int
     few: Schedule
     rows16: Schedule | None = None
+    full16: Schedule | None = None
     rows64: Schedule | None = None
-    fp32: Schedule = field(default_factory=lambda: Schedule(form="two_phase", num_stages=2, block_k=128))
+    fp32: Schedule = field(default_factory=lambda: Schedule(form="two_phase", num_stages=1, block_k=32))
 
 
 _SMALL = Schedule(form="two_phase", num_stages=3, block_k=128)
 
 # Shared memory of a program as reported by the compiler is asserted against these limits in tests/compile.
 ARCHITECTURES: dict[str, Architecture] = {
-    "sm_80": Architecture("sm_80", 166_912, few=replace(_SMALL, num_stages=4), rows16=Schedule(num_stages=2), rows64=Schedule(block_rows=64, num_warps=8, num_stages=1)),
+    "sm_80": Architecture(
+        "sm_80", 166_912, few=replace(_SMALL, num_stages=4), rows16=Schedule(num_stages=2), rows64=Schedule(block_rows=64, num_warps=8, num_stages=1)
+    ),
     "sm_86": Architecture("sm_86", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
     "sm_89": Architecture("sm_89", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
+    # Measured on an H200: docs/performance.md. The others follow its shape, as far as their shared memory goes.
     "sm_90": Architecture(
         "sm_90", 232_448,
-        few=Schedule(form="two_phase", num_stages=5, pdl=True),
-        rows16=Schedule(num_stages=3, pdl=True),
+        few=Schedule(form="two_phase", num_warps=8, num_stages=3, score_warps=8, pdl=True),
+        rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
+        full16=Schedule(num_warps=4, num_stages=2, pdl=True),
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
     ),
     "sm_100": Architecture("sm_100", 232_448, few=replace(_SMALL, num_stages=4, pdl=True), rows16=Schedule(num_stages=2, pdl=True)),
     "sm_120": Architecture("sm_120", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
-    "gfx942": Architecture("gfx942", 65_536, few=replace(_SMALL, num_stages=2), fp32=Schedule(form="two_phase", num_stages=1, block_k=64)),
+    "gfx942": Architecture("gfx942", 65_536, few=replace(_SMALL, num_stages=2)),
     # One schedule whatever the batch: the interpreter's matmul is BLAS, whose bits depend on the tile shape.
-    "interpreter": Architecture("interpreter", 1 << 40, few=Schedule(fold_splits=2), rows16=Schedule(fold_splits=2), rows64=None, fp32=Schedule(fold_splits=2)),
+    "interpreter": Architecture("interpreter", 1 << 40, few=Schedule(), rows16=Schedule(), fp32=Schedule()),
 }
 
 

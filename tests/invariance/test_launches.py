@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from triton_mla import mla_decode, plan_attention
+from triton_mla import Schedule, mla_decode
 from triton_mla.testing import Request
 
 LENS = [300, 1, 2000, 64, 513, 700, 40, 1025]
@@ -88,7 +88,7 @@ def test_replays_of_extend_with_other_query_lengths(mla):
 @pytest.mark.parametrize("op", ["decode", "extend"])
 def test_no_allocation_and_no_synchronisation(mla, pool, op):
     batch = mla.pick(pool, list(range(8)))
-    plan = plan_of(mla, batch, op)
+    plan = mla.plan(op, batch)
     options = {
         "plan": plan,
         "workspace": torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=mla.device),
@@ -146,32 +146,12 @@ def test_inside_torch_compile(mla, pool):
     replace(expected, out=out, lse=lse).assert_same(expected)
 
 
-def plan_of(mla, batch, op):
-    from triton_mla.tuning import arch_of
-
-    on_gpu = mla.device.type == "cuda"
-    return plan_attention(
-        num_tokens=len(batch.q),
-        batch_size=len(batch.seq_lens),
-        num_heads=batch.q.shape[1],
-        max_seq_len=batch.block_table.shape[1] * batch.page_size,
-        kv_lora_rank=batch.kv_lora_rank,
-        qk_rope_head_dim=batch.q.shape[2] - batch.kv_lora_rank,
-        dtype=mla.dtype,
-        page_size=batch.page_size,
-        decode=op == "decode",
-        arch=arch_of(mla.device),
-        num_sms=torch.cuda.get_device_properties(mla.device).multi_processor_count if on_gpu else 1,
-        order=mla.order,
-    )
-
-
 @pytest.mark.parametrize("op", ["decode", "extend"])
 def test_a_plan_and_its_workspace_are_used_again(mla, op):
     split = mla.order.kv_split
     first = mla.batch([Request(2 * split + 5, 1, key=1), Request(3, 1, key=2)])
     second = mla.batch([Request(7, 1, key=3), Request(2 * split + 1, 1, key=4)])
-    plan = plan_of(mla, first, op)
+    plan = mla.plan(op, first)
     workspace = torch.full((plan.workspace_bytes,), 255, dtype=torch.uint8, device=mla.device)
     for batch in (first, second, first):
         expected = getattr(mla, op)(batch)
@@ -179,10 +159,28 @@ def test_a_plan_and_its_workspace_are_used_again(mla, op):
         getattr(mla, op)(batch, plan=plan, workspace=workspace).assert_same(expected)
 
 
+@pytest.mark.parametrize("op", ["decode", "extend"])
+@pytest.mark.parametrize("form", ["one_pass", "two_phase"])
+def test_waves(mla, monkeypatch, op, form):
+    """A call whose scratch memory would be too large is done in several waves."""
+    from triton_mla import plan
+
+    split = mla.order.kv_split
+    q_len = 1 if op == "decode" else 7
+    batch = mla.batch(
+        [Request(2 * split + 5, q_len, key=1), Request(split + 3, q_len, key=2), Request(90, q_len, key=3)]
+    )
+    expected = getattr(mla, op)(batch)
+    monkeypatch.setattr(plan, "MAX_WORKSPACE_BYTES", 1)
+    waves = mla.plan(op, batch, Schedule(form=form))
+    assert waves.wave_row_tiles == 1 < waves.num_row_tiles
+    getattr(mla, op)(batch, plan=waves).assert_same(expected)
+
+
 def test_a_plan_brings_its_order(mla):
     batch = mla.batch([Request(3 * mla.order.kv_split + 5, key=1)])
     expected = mla.decode(batch)
-    plan = plan_of(mla, batch, "decode")
+    plan = mla.plan("decode", batch)
     mla.decode(batch, plan=plan, order=None).assert_same(expected)
     with pytest.raises(ValueError, match="order"):
         mla.recut().decode(batch, plan=plan)
@@ -191,37 +189,37 @@ def test_a_plan_brings_its_order(mla):
 
 def test_a_plan_that_is_too_small(mla):
     small = mla.batch([Request(40, key=1)])
-    plan = plan_of(mla, small, "decode")
+    plan = mla.plan("decode", small)
     with pytest.raises(ValueError, match="plan"):
         mla.decode(mla.batch([Request(40, key=1), Request(40, key=2)]), plan=plan)
     with pytest.raises(ValueError, match="plan"):
         mla.decode(mla.batch([Request(40, key=1)], num_heads=2 * mla.num_heads), plan=plan)
-    with pytest.raises(ValueError, match="plan"):
-        mla.decode(mla.batch([Request(40 + 4 * mla.order.kv_split, key=1)]), plan=plan)
-
-
-def test_two_processes_with_fresh_compile_caches(tmp_path):
-    digest = run_script(tmp_path / "first")
-    assert len(digest) == 64
-    assert run_script(tmp_path / "second") == digest
-    assert run_script(tmp_path / "second", key=4) != digest
+    longer = mla.batch([Request(40 + 4 * mla.order.kv_split, key=1)])
+    assert bool(mla.decode(longer, plan=plan).out.isnan().all())
 
 
 SCRIPT = """
 import hashlib, sys, torch
 from triton_mla import mla_decode
 from triton_mla.testing import Request, make_paged_batch
-device, key = sys.argv[1], int(sys.argv[2])
-batch = make_paged_batch([Request(150, key=key), Request(9, key=2)], num_heads=4, kv_lora_rank=128, device=device)
-out, lse = mla_decode(batch.q, batch.kv_cache, batch.block_table, batch.seq_lens, softmax_scale=batch.softmax_scale,
-                      kv_lora_rank=128, return_lse=True)
-assert not out.isnan().any() and not lse.isnan().any()
-print(hashlib.sha256(out.cpu().view(torch.int16).numpy().tobytes() + lse.cpu().numpy().tobytes()).hexdigest())
+for key in (3, 4):
+    requests = [Request(150, key=key), Request(9, key=2)]
+    batch = make_paged_batch(requests, num_heads=4, kv_lora_rank=128, device=sys.argv[1])
+    out, lse = mla_decode(batch.q, batch.kv_cache, batch.block_table, batch.seq_lens,
+                          softmax_scale=batch.softmax_scale, kv_lora_rank=128, return_lse=True)
+    assert not out.isnan().any() and not lse.isnan().any()
+    values = out.cpu().view(torch.int16).numpy().tobytes() + lse.cpu().numpy().tobytes()
+    print(hashlib.sha256(values).hexdigest())
 """
 
 
-def run_script(cache, key=3):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    command = [sys.executable, "-c", SCRIPT, device, str(key)]
-    env = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
-    return subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=300).stdout.strip()
+def test_two_processes_with_fresh_compile_caches(mla, tmp_path):
+    def digests(cache):
+        command = [sys.executable, "-c", SCRIPT, mla.device.type]
+        env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / cache)}
+        done = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=300)
+        return done.stdout.split()
+
+    first = digests("first")
+    assert len(first) == 2 and first[0] != first[1]
+    assert digests("second") == first

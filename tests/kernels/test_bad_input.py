@@ -102,7 +102,7 @@ def test_dtypes_of_query_and_cache_differ(good, op):
 @both
 @pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "seq_lens", "out", "lse"])
 def test_device(good, op, name):
-    message = refuse(op, good, name, **{name: good[name].to("meta")})
+    message = refuse(op, good, f"{name}|device", **{name: good[name].to("meta")})
     assert "meta" in message
 
 
@@ -141,12 +141,12 @@ def test_query_pair(good, op):
 
 @both
 def test_no_heads(good, op):
-    refuse(op, good, "q", q=good["q"][:, :0], out=good["out"][:, :0], lse=good["lse"][:, :0])
+    refuse(op, good, "num_heads", q=good["q"][:, :0], out=good["out"][:, :0], lse=good["lse"][:, :0])
 
 
 @both
 def test_too_many_heads(good, op):
-    refuse(op, good, "q", q=good["q"].repeat(1, 129, 1), out=None, lse=None)
+    refuse(op, good, "num_heads", q=good["q"].repeat(1, 129, 1), out=None, lse=None)
 
 
 @both
@@ -199,9 +199,10 @@ def test_block_n(block_n):
 @both
 @pytest.mark.parametrize("bad", ["short", "dtype", "rank", "device", "list"])
 def test_workspace(mla, good, op, bad):
+    good["order"] = ReductionOrder(block_n=16, kv_split=16)  # many splits, so that memory is needed
     needed = 1 << 22
     values = {
-        "short": torch.empty(3, dtype=torch.uint8, device=mla.device),
+        "short": torch.empty(16, dtype=torch.uint8, device=mla.device),
         "dtype": torch.empty(needed, dtype=torch.float32, device=mla.device),
         "rank": torch.empty(2, needed, dtype=torch.uint8, device=mla.device),
         "device": torch.empty(needed, dtype=torch.uint8, device="meta"),

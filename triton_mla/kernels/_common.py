@@ -33,28 +33,17 @@ def round_to(x, DTYPE: tl.constexpr, EMULATE_BF16: tl.constexpr):
 
 
 @triton.jit
-def halves(x):
-    """``x[:, :n/2], x[:, n/2:]``"""
-    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+def sum_weights(p, weights, ones, totals, rests, alpha, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr):
+    """Row sums of one tile's rounded weights, and of what rounding took from them, through the tensor core in ascending order.
 
-
-@triton.jit
-def tree_to_8(p):
-    """[M, N] -> [M, 8]: halves added until eight columns are left. Elementwise adds, so no layout can change the order."""
-    LEVELS: tl.constexpr = 3 if p.shape[1] == 64 else (2 if p.shape[1] == 32 else 1)
-    for _ in tl.static_range(LEVELS):
-        left, right = halves(p)
-        p = left + right
-    return p
-
-
-@triton.jit
-def tree_to_1(x):
-    """[M, 8] -> [M]: neighbours first, then the two halves of what is left."""
-    even, odd = tl.split(tl.reshape(x, [x.shape[0], 4, 2]))
-    left, right = halves(even + odd)
-    even, odd = tl.split(left + right)
-    return even + odd
+    ``totals`` divides acc, which the same rounded weights made. With it alone lse is off by up to 4e-3 where one token dominates;
+    total + rest is right to 2^-16. A written tree over fp32 p cost 4 % here (its halves lie in different warps).
+    """
+    totals = tl.dot(weights, ones, totals * alpha[:, None], input_precision=PRECISION)
+    if tl.float32 != DTYPE:
+        rest = round_to(p - weights.to(tl.float32), DTYPE, EMULATE_BF16)
+        rests = tl.dot(rest, ones, rests * alpha[:, None], input_precision=PRECISION)
+    return totals, rests
 
 
 @triton.jit
@@ -115,7 +104,7 @@ def locate_rows(row_tile, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_he
     """The query rows of a row tile: (request, kv length, token [ROWS], head [ROWS], seen [ROWS], valid [ROWS]).
 
     The (token, head) pairs of a request are numbered token by token and cut into tiles of ROWS. ``seen`` is the number of
-    tokens that a row may attend to: its own position + 1, or the whole KV length for a row that is alone in its request. In an extend, tile numbers of request r begin at
+    tokens that a row may attend to: its own position + 1. In an extend, tile numbers of request r begin at
     floor(cu[r] * H / ROWS) + r: an upper bound that needs no host knowledge, so some tiles are empty. Tokens after
     cu[batch_size] are padding: they form one more request, of kv length 0.
     """

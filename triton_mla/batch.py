@@ -1,0 +1,66 @@
+"""One step's requests, validated once, for callers that hold them on the host: what the ops check themselves only on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .plan import check_page_size
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Requests of one step, as host integers.
+
+    Attributes:
+        query_lens: new tokens of each request.
+        seq_lens: tokens of each request in the cache, the new ones included; 0 marks a padded row.
+        page_ids: the pages of each request, in position order.
+        page_size: tokens of a page.
+
+    Raises:
+        ValueError: a length or a page list that cannot be, by name and index.
+    """
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    page_ids: Sequence[Sequence[int]]
+    page_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_page_size(self.page_size)
+        if not len(self.query_lens) == len(self.seq_lens) == len(self.page_ids):
+            raise ValueError(
+                f"query_lens, seq_lens and page_ids have {len(self.query_lens)}, {len(self.seq_lens)} and {len(self.page_ids)} requests; "
+                "they must have equally many"
+            )
+        for i, (q_len, seq_len, pages) in enumerate(zip(self.query_lens, self.seq_lens, self.page_ids, strict=True)):
+            if q_len < 0 or (seq_len and q_len > seq_len):
+                raise ValueError(f"query_lens[{i}]={q_len} must be from 0 to seq_lens[{i}]={seq_len}, which includes it")
+            if not 0 <= seq_len <= len(pages) * self.page_size:
+                raise ValueError(f"seq_lens[{i}]={seq_len} must be from 0 to {len(pages) * self.page_size}: page_ids[{i}] has {len(pages)} pages")
+            if any(page < 0 for page in pages):
+                raise ValueError(f"page_ids[{i}]={list(pages)} must not be negative")
+
+    @property
+    def is_decode(self) -> bool:
+        """One new token for every request: `mla_decode` takes it."""
+        return all(n == 1 for n in self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def max_seq_len(self) -> int:
+        return max(self.seq_lens, default=0)
+
+    def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(block_table [B, W], cu_seqlens_q [B + 1], seq_lens [B]), int32 on ``device``; W is the longest page list."""
+        width = max((len(pages) for pages in self.page_ids), default=0)
+        table = torch.tensor([[*pages, *[0] * (width - len(pages))] for pages in self.page_ids], dtype=torch.int32)
+        starts = torch.tensor([0, *self.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        lens = torch.tensor(list(self.seq_lens), dtype=torch.int32)
+        return table.view(len(self.page_ids), width).to(device), starts.to(device), lens.to(device)
