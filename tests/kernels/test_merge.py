@@ -37,9 +37,7 @@ def test_prefix_and_suffix(mla_each):
     prefix = 48 * mla_each.order.kv_split if mla_each.device.type == "cuda" else 3 * mla_each.order.kv_split
     batch = mla_each.batch([Request(prefix + 64, key=1)], extra_width=0)
     pages = prefix // batch.page_size
-    out, lse = merge(
-        part_of(mla_each, batch, slice(0, pages), prefix), part_of(mla_each, batch, slice(pages, None), 64)
-    )
+    out, lse = merge(part_of(mla_each, batch, slice(0, pages), prefix), part_of(mla_each, batch, slice(pages, None), 64))
     assert out.dtype == mla_each.dtype and lse.dtype == torch.float32
     expected = mla_each.reference(batch)
     assert_close(out, expected.out, ATOL[mla_each.dtype], "out")
@@ -92,9 +90,7 @@ def test_random_states(mla_each):
 def test_strided_states(mla):
     rows = mla.decode(mla.batch([Request(5, key=1), Request(70, key=2), Request(9, key=3)]))
     out, lse = merge(rows[::2], rows[1:])
-    expected = merge_attn_states(
-        rows.out[::2].contiguous(), rows.lse[::2].contiguous(), rows.out[1:].contiguous(), rows.lse[1:].contiguous()
-    )
+    expected = merge_attn_states(rows.out[::2].contiguous(), rows.lse[::2].contiguous(), rows.out[1:].contiguous(), rows.lse[1:].contiguous())
     assert_bitwise_equal(out, expected[0])
     assert_bitwise_equal(lse, expected[1])
     assert merge(rows[:0], rows[:0])[0].shape == (0, *rows.out.shape[1:])
