@@ -166,12 +166,12 @@ def plan_attention(
     row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
     num_tiles = num_splits * (order.kv_split // order.block_n)
     row_bytes = 4 * (_partials_per_row(num_splits, kv_lora_rank) + (num_tiles * order.block_n if schedule.form == "two_phase" else 0))
-    wave = min(row_tiles, max(1, MAX_WORKSPACE_BYTES // (row_bytes * schedule.block_rows))) if row_bytes else row_tiles
+    wave = max(1, min(row_tiles, MAX_WORKSPACE_BYTES // (row_bytes * schedule.block_rows)) if row_bytes else row_tiles)
     return AttentionPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim, dtype=dtype, page_size=page_size, decode=decode, arch=arch, order=order, schedule=schedule,
         num_splits=num_splits, num_row_tiles=row_tiles, wave_row_tiles=wave,
-        num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // max(wave, 1))),
+        num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // wave)),
     )
 
 
