@@ -108,11 +108,9 @@ _SMALL = Schedule(form="two_phase", num_stages=3, block_k=128)
 
 # Shared memory of a program as reported by the compiler is asserted against these limits in tests/compile.
 ARCHITECTURES: dict[str, Architecture] = {
-    "sm_80": Architecture(
-        "sm_80", 166_912, few=replace(_SMALL, num_stages=4), rows16=Schedule(num_stages=2), rows64=Schedule(block_rows=64, num_warps=8, num_stages=1)
-    ),
-    "sm_86": Architecture("sm_86", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
-    "sm_89": Architecture("sm_89", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
+    "sm_80": Architecture("sm_80", 166_912, few=replace(_SMALL, num_stages=4), rows16=Schedule(num_stages=2)),
+    "sm_86": Architecture("sm_86", 101_376, few=_SMALL),
+    "sm_89": Architecture("sm_89", 101_376, few=_SMALL),
     # Measured on an H200: docs/performance.md. The others follow its shape, as far as their shared memory goes.
     "sm_90": Architecture(
         "sm_90", 232_448,
@@ -122,7 +120,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
     ),
     "sm_100": Architecture("sm_100", 232_448, few=replace(_SMALL, num_stages=4, pdl=True), rows16=Schedule(num_stages=2, pdl=True)),
-    "sm_120": Architecture("sm_120", 101_376, few=_SMALL, rows16=Schedule(num_stages=1)),
+    "sm_120": Architecture("sm_120", 101_376, few=_SMALL),
     "gfx942": Architecture("gfx942", 65_536, few=replace(_SMALL, num_stages=2)),
     # One schedule whatever the batch: the interpreter's matmul is BLAS, whose bits depend on the tile shape.
     "interpreter": Architecture("interpreter", 1 << 40, few=Schedule(), rows16=Schedule(), fp32=Schedule()),

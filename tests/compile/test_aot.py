@@ -1,0 +1,89 @@
+"""Every schedule of the tables, compiled for its GPU without one: it fits, holds no atomics, and uses the matrix instruction meant for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import aot
+import pytest
+import torch
+
+from triton_mla.launch import INTERPRETED
+from triton_mla.tuning import ARCHITECTURES, Schedule
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(INTERPRETED, reason="under TRITON_INTERPRET=1 nothing can be compiled; run with TRITON_INTERPRET=0"),
+]
+
+# The two ways to a page id: from registers where a page holds whole tiles, else by a load in the loop.
+PAGE_SIZES = (64, 16)
+ATOMIC = {"sm": re.compile(r"\b(?:atom|red)\."), "gfx": re.compile(r"atomic")}
+PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mfma": "v_mfma"}
+# Stores and loads of spilled registers in the loop over the tiles, at most: (decode, extend), as measured with triton 3.6.
+SPILLS = {"rows16": (0, 0), "full16": (18, 0), "rows64": (18, 47)}
+
+
+def schedules(arch: str) -> dict[str, Schedule]:
+    """The schedules of a table by the name of their field."""
+    table = ARCHITECTURES[arch]
+    return {f.name: value for f in fields(table) if isinstance(value := getattr(table, f.name), Schedule)}
+
+
+CASES = [
+    pytest.param(arch, name, decode, page_size, id=f"{arch}-{name}-{'decode' if decode else 'extend'}-{page_size}")
+    for arch in ARCHITECTURES
+    if arch != "interpreter"
+    for name in schedules(arch)
+    for decode in (True, False)
+    for page_size in PAGE_SIZES
+    if arch == "sm_90" or (decode and page_size == PAGE_SIZES[0])
+]
+
+
+def expected_products(arch: str, dtype: torch.dtype, schedule: Schedule) -> set[str]:
+    """fp32 goes to the matrix unit only where it multiplies fp32 exactly."""
+    if arch.startswith("gfx"):
+        return {"mfma"}
+    if dtype == torch.float32:
+        return set()
+    return {"wgmma"} if arch == "sm_90" and schedule.block_rows >= 64 else {"mma"}
+
+
+def check_fits(arch: str, launch: aot.Launch, compiled: object) -> str:
+    """The assembly, after what holds for every kernel."""
+    text = aot.assembly(compiled)
+    shared, limit = compiled.metadata.shared, ARCHITECTURES[arch].shared_memory  # type: ignore[attr-defined]
+    assert shared <= limit, f"{launch.name} needs {shared} bytes of shared memory, {arch} has {limit}"
+    assert not (found := ATOMIC["gfx" if arch.startswith("gfx") else "sm"].findall(text)), f"{launch.name} on {arch}: {found}"
+    return text
+
+
+@pytest.mark.parametrize(("arch", "name", "decode", "page_size"), CASES)
+def test_schedule(arch: str, name: str, decode: bool, page_size: int) -> None:
+    schedule = schedules(arch)[name]
+    dtype = torch.float32 if name == "fp32" else torch.bfloat16
+    for launch in aot.attention(schedule, decode, page_size):
+        text = check_fits(arch, launch, launch.compile(arch, dtype))
+        used = {kind for kind, instruction in PRODUCTS.items() if instruction in text}
+        assert used == expected_products(arch, dtype, schedule), f"{launch.name} on {arch}"
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "interpreter"])
+def test_other_kernels(arch: str) -> None:
+    for launch in aot.others(ARCHITECTURES[arch].few.pdl):
+        check_fits(arch, launch, launch.compile(arch, torch.bfloat16))
+
+
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])
+@pytest.mark.parametrize("name", SPILLS)
+def test_spills_in_the_loop(name: str, decode: bool, tmp_path: Path) -> None:
+    schedule = schedules("sm_90")[name]
+    (launch,) = aot.attention(schedule, decode, PAGE_SIZES[0])
+    product = "HGMMA" if schedule.block_rows >= 64 else "HMMA"
+    products, spills = aot.loop_spills(launch.compile("sm_90", torch.bfloat16), product, tmp_path)
+    # Q.K^T, P.V and two row sums, all in this loop: a wrong loop would hold fewer
+    assert products >= 64
+    assert spills <= SPILLS[name][0 if decode else 1]
