@@ -36,10 +36,6 @@ class Launch:
     constants: dict[str, Any]
     options: dict[str, Any]
 
-    @property
-    def name(self) -> str:
-        return str(self.kernel.__name__)
-
     def compile(self, arch: str, dtype: torch.dtype) -> Any:
         """The compiled kernel: every pointer and stride aligned to 16, as with the sizes of DeepSeek-V3."""
         unaligned = {*self.kernel.do_not_specialize, *self.kernel.do_not_specialize_on_alignment}

@@ -56,8 +56,8 @@ def check_fits(arch: str, launch: aot.Launch, compiled: object) -> str:
     """The assembly, after what holds for every kernel."""
     text = aot.assembly(compiled)
     shared, limit = compiled.metadata.shared, ARCHITECTURES[arch].shared_memory  # type: ignore[attr-defined]
-    assert shared <= limit, f"{launch.name} needs {shared} bytes of shared memory, {arch} has {limit}"
-    assert not (found := ATOMIC["gfx" if arch.startswith("gfx") else "sm"].findall(text)), f"{launch.name} on {arch}: {found}"
+    assert shared <= limit, f"{launch.kernel.__name__} needs {shared} bytes of shared memory, {arch} has {limit}"
+    assert not (found := ATOMIC["gfx" if arch.startswith("gfx") else "sm"].findall(text)), f"{launch.kernel.__name__} on {arch}: {found}"
     return text
 
 
@@ -68,7 +68,7 @@ def test_schedule(arch: str, name: str, decode: bool, page_size: int) -> None:
     for launch in aot.attention(schedule, decode, page_size):
         text = check_fits(arch, launch, launch.compile(arch, dtype))
         used = {kind for kind, instruction in PRODUCTS.items() if instruction in text}
-        assert used == expected_products(arch, dtype, schedule), f"{launch.name} on {arch}"
+        assert used == expected_products(arch, dtype, schedule), f"{launch.kernel.__name__} on {arch}"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch != "interpreter"])
