@@ -12,7 +12,7 @@ from triton_mla.testing import Request
     [(12, 8), pytest.param(16, 8, marks=pytest.mark.gpu), pytest.param(128, 16, marks=pytest.mark.gpu)],
 )
 def test_some_heads_of_a_call(mla_each, op, total, some):
-    requests = [Request(4 * mla_each.order.kv_split + 6, 1 if op == "decode" else 3, key=1), Request(70, key=2)]
+    requests = [Request(2 * mla_each.order.kv_split + 6, 1 if op == "decode" else 2, key=1), Request(70, key=2)]
     batch = mla_each.batch(requests, num_heads=total)
     whole = getattr(mla_each, op)(batch)
     mla_each.check(whole, batch)

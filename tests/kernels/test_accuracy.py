@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from triton_mla import DEFAULT_ORDER
-from triton_mla import DEFAULT_ORDER
 from triton_mla.testing import Request, assert_bitwise_equal, assert_close
 
 HEADS = [1, 2, 4, 5, 6, 8, 10, 12]
