@@ -122,6 +122,8 @@ def vllm_triton(automatic: bool) -> Prepare:
     """vLLM's Triton MLA decode: one split (its batch-invariant mode) or as many as it chooses; scratch made once."""
 
     def prepare(inputs: Inputs, peers: Peers) -> Call:
+        if inputs.kv_cache.numel() >= 2**31:
+            raise Unavailable("its page offsets are 32 bits: a pool of 2^31 elements or more is read out of bounds")
         w, device = inputs.workload, inputs.q.device
         if w.op != "decode":
             raise Unavailable("decode only")

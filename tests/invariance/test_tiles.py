@@ -94,6 +94,7 @@ def test_every_schedule_has_the_bits_of_the_chosen_one(mla, op, schedule):
 
 @pytest.mark.parametrize("op", ["decode", "extend"])
 def test_the_data_are_right_and_tell_orders_apart(mla, op):
+    mla = mla.with_dtype(torch.float32)  # 16-bit outputs round away what another order changes in few values
     for _, batch in batches(mla, op):
         rows = getattr(mla, op)(batch)
         rows.assert_close(mla.reference(batch), 1e-1, 1e-3)  # outputs up to 24

@@ -34,6 +34,7 @@ def test_decode_is_extend_with_one_token(mla_each):
 
 @pytest.mark.parametrize("op", ["decode", "extend"])
 def test_default_order(mla, op):
+    mla = mla.with_dtype(torch.float32)  # 16-bit outputs round away what another order changes in few values
     split = DEFAULT_ORDER.kv_split
     batch = mla.batch([Request(split + 70, key=1), Request(5, key=2)], num_heads=2)
     rows = getattr(mla, op)(batch, order=None)
