@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 
 from .launch import INTERPRETED
 from .plan import DTYPES
+from .tuning import ARCHITECTURES, arch_of
 
 
 def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-    """``value`` if it is a tensor of this rank, dtype and device whose last dimension is contiguous."""
+    """``value`` if it is a tensor of this rank, dtype and device whose last dimension is contiguous.
+
+    Without ``device`` it is the tensor that decides where the call runs.
+    """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}={value!r} must be a torch.Tensor")
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have {dims} dimensions")
     if dtype is not None and value.dtype != dtype:
         raise ValueError(f"{name} has dtype {value.dtype}; it must be {dtype}")
-    if device is not None and value.device != device:
+    if device is None:
+        runnable(value.device, name)
+    elif value.device != device:
         raise ValueError(f"{name} is on {value.device}; it must be on {device}, where kv_cache is")
     if value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(f"{name} has strides {value.stride()}; its last dimension must be contiguous")
@@ -36,12 +43,19 @@ def float_dtype(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name} has dtype {value.dtype}; it must be one of {', '.join(str(d) for d in DTYPES)}")
 
 
-def runnable(device: torch.device) -> None:
-    """Kernels run on a GPU, or on the CPU through Triton's interpreter."""
+_arch = lru_cache(maxsize=64)(arch_of)
+
+
+def runnable(device: torch.device, name: str = "device") -> None:
+    """Kernels run on a GPU that has a table of schedules, or on the CPU through Triton's interpreter. ``name``: of what is on the device."""
+    where = f"{name} is on {device}" if name != "device" else f"device={device}"
     if device.type == "cpu" and not INTERPRETED:
-        raise ValueError("device=cpu needs Triton's interpreter: set TRITON_INTERPRET=1 in the environment before triton is imported")
+        raise ValueError(f"{where}, which needs Triton's interpreter: set TRITON_INTERPRET=1 in the environment before triton is imported")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device} must be a cuda device, or cpu with TRITON_INTERPRET=1")
+        raise ValueError(f"{where}; it must be on a cuda device, or on the cpu with TRITON_INTERPRET=1")
+    # while torch.compile traces, the operator's own call is still to come
+    if device.type == "cuda" and not torch.compiler.is_compiling() and _arch(device) not in ARCHITECTURES:
+        raise ValueError(f"{where}, a GPU of {_arch(device)}; kernels have schedules for {', '.join(sorted(set(ARCHITECTURES) - {'interpreter'}))}")
 
 
 def softmax_scale(value: object) -> float:
@@ -58,8 +72,14 @@ def no_scale(k_scale: object) -> None:
         raise ValueError(f"k_scale={k_scale!r} must be None: it belongs to fp8 caches, which are not supported")
 
 
-def lengths(seq_lens: torch.Tensor, block_table: torch.Tensor, page_size: int, num_pages: int, cu_seqlens_q: torch.Tensor | None, num_tokens: int) -> None:
-    """The values of the batch's integers, where the host can see them: on the CPU. A GPU tensor is never read back."""
+def lengths(
+    seq_lens: torch.Tensor, block_table: torch.Tensor, page_size: int, num_pages: int, cu_seqlens_q: torch.Tensor | None, num_tokens: int,
+    max_seq_len: int | None = None,
+) -> None:
+    """The values of the batch's integers, where the host can see them: on the CPU. A GPU tensor is never read back.
+
+    ``max_seq_len``: of the call's plan.
+    """
     if seq_lens.device.type != "cpu":
         return
     capacity = block_table.shape[1] * page_size
@@ -67,6 +87,8 @@ def lengths(seq_lens: torch.Tensor, block_table: torch.Tensor, page_size: int, n
     for i, n in enumerate(lens):
         if not 0 <= n <= capacity:
             raise ValueError(f"seq_lens[{i}]={n} must be from 0 to {capacity}: block_table has {block_table.shape[1]} pages of {page_size} tokens a request")
+        if max_seq_len is not None and n > max_seq_len:
+            raise ValueError(f"seq_lens[{i}]={n} must be from 0 to plan.max_seq_len={max_seq_len}")
         used = block_table[i, : -(-n // page_size)]
         if used.numel() and not (int(used.min()) >= 0 and int(used.max()) < num_pages):
             raise ValueError(f"block_table[{i}] has page ids from {int(used.min())} to {int(used.max())}; kv_cache has pages 0 to {num_pages - 1}")

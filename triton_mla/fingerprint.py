@@ -50,8 +50,8 @@ def numerics_fingerprint(
     Args:
         order: the reduction order of the calls.
         dtype: element type of q and of the cache.
-        arch: name of the architecture ("sm_90", "interpreter", ...); None takes that of the current GPU,
-            else "interpreter".
+        arch: name of the architecture ("sm_90", "interpreter", ...); None takes that of the current GPU, else that of
+            the CPU (`tuning.arch_of`).
         kv_lora_rank, qk_rope_head_dim: latent and rope dims (elements) of a cached token.
 
     Returns:
@@ -59,9 +59,6 @@ def numerics_fingerprint(
         dims, and under the interpreter `numpy`: equal digests and equal inputs give equal bits. `kernel_sources` is the
         digest of the source files; it is evidence and not part of `digest`, since an edit of a schedule changes files
         but no bits. Nothing names the machine: two machines of one kind give the same dict.
-
-    Raises:
-        ValueError: arch is None and there are no tables for the current device.
     """
     if arch is None:
         arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -108,6 +108,8 @@ def test_bad_states(mla):
         ("lse_b", (out, lse, out, lse.to(torch.bfloat16))),
         ("out_b", (out, lse, out.double(), lse)),
         ("out_a", (out.int(), lse, out.int(), lse)),
+        ("out_a is on meta", (out.to("meta"), lse, out, lse)),
+        ("lse_b is on meta", (out, lse, out, lse.to("meta"))),
     ]
     for name, arguments in bad:
         with pytest.raises(ValueError, match=name):

@@ -121,6 +121,9 @@ def test_bad_arguments_write_nothing(tokens):
     for name, value in bad:
         with pytest.raises(ValueError):
             write_kv_cache(**{**good, name: value})
+    for name, value in good.items():
+        with pytest.raises(ValueError, match=f"^{name} is on meta"):
+            write_kv_cache(**{**good, name: value.to("meta")})
     with pytest.raises(ValueError, match="k_scale"):
         write_kv_cache(**good, k_scale=0.5)
     assert bool(cache.isnan().all())

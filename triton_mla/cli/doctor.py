@@ -80,22 +80,21 @@ def architecture() -> Findings:
     from triton_mla.verification.runner import default_device
 
     arch = arch_of(default_device())
-    known = arch in ARCHITECTURES
-    yield "this device", arch if known else f"{arch}: no tables for it"
+    yield "this device", arch if arch in ARCHITECTURES else f"{arch}: no tables for it, so no kernel runs"
     yield "with tables", ", ".join(ARCHITECTURES)
 
 
 def launch() -> Findings:
     """Whether a decode of one token gives the token's own value."""
     import torch
-    from triton import knobs
 
     from triton_mla import mla_decode
+    from triton_mla.tuning import ARCHITECTURES, arch_of
     from triton_mla.verification.runner import default_device
 
     device = default_device()
-    if device.type == "cpu" and not knobs.runtime.interpret:
-        yield "decode", "not tried: no GPU, and the interpreter is off"
+    if arch_of(device) not in ARCHITECTURES:
+        yield "decode", f"not tried: no kernel runs on {arch_of(device)}"
         return
     cache = torch.arange(16 * 80, device=device).remainder(7).to(torch.float16).view(1, 16, 80)
     q = torch.ones(1, 2, 80, dtype=torch.float16, device=device)
@@ -111,10 +110,16 @@ def selection() -> Findings:
     from triton_mla import policy
     from triton_mla.config import Settings
     from triton_mla.dims import DEEPSEEK_V3
+    from triton_mla.errors import UnsupportedError
 
     settings = Settings.from_env(batch_invariant=True)
     config = SimpleNamespace(block_size=None, enable_prefix_caching=False)
-    data = policy.explain(policy.resolve(config, dims=DEEPSEEK_V3, settings=settings))
+    try:
+        data = policy.explain(policy.resolve(config, dims=DEEPSEEK_V3, settings=settings))
+    except UnsupportedError as error:
+        for name, reasons in error.reasons.items():
+            yield name, "; ".join(reasons)
+        raise ValueError(str(error).splitlines()[0]) from None
     for name, backend in data["backends"].items():
         for phase, reasons in backend["reasons"].items():
             yield f"{phase} {name}", "; ".join(reasons) or "capable"

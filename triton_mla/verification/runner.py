@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from triton import knobs
 
+from triton_mla.checks import runnable
 from triton_mla.fingerprint import numerics_fingerprint, source_files
 from triton_mla.tuning import arch_of
 from triton_mla.verification import golden
@@ -59,14 +59,13 @@ def run(
         progress: called at the start and after each row.
 
     Raises:
-        ValueError: jobs is not positive, or device is a CPU and Triton's interpreter is off.
+        ValueError: jobs is not positive, or kernels do not run on the device.
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs}: allowed are positive integers")
     device = default_device() if device is None else torch.device(device)
+    runnable(device)
     arch = arch_of(device)
-    if device.type == "cpu" and not knobs.runtime.interpret:
-        raise ValueError("device=cpu: CPU tensors need TRITON_INTERPRET=1, set before triton is imported")
     profile = profile or profile_for(device, quick=quick)
     items: list[Item] = [*([*CHECKS, ACCURACY] if checks is None else checks)]
     items += CONTROLS if controls is None else controls
