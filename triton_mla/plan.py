@@ -23,13 +23,31 @@ MAX_WORKSPACE_BYTES = 1 << 30
 
 
 def split_table(seq_len: int, order: ReductionOrder = DEFAULT_ORDER) -> tuple[tuple[int, int], ...]:
-    """(start, end) token ranges of the splits of a row that sees ``seq_len`` tokens: cut at absolute multiples of ``kv_split``."""
-    return tuple((start, min(start + order.kv_split, seq_len)) for start in range(0, seq_len, order.kv_split))
+    """(start, end) token ranges of the splits of a row that sees ``seq_len`` tokens: cut at absolute multiples of ``kv_split``.
+
+    Raises:
+        ValueError: ``seq_len`` is not an int >= 0.
+    """
+    return _ranges(seq_len, order.kv_split)
 
 
 def tile_table(seq_len: int, order: ReductionOrder = DEFAULT_ORDER) -> tuple[tuple[int, int], ...]:
-    """(start, end) token ranges of the KV tiles of that row, ascending; a tile never crosses a split."""
-    return tuple((start, min(start + order.block_n, seq_len)) for start in range(0, seq_len, order.block_n))
+    """(start, end) token ranges of the KV tiles of that row, ascending; a tile never crosses a split.
+
+    Raises:
+        ValueError: ``seq_len`` is not an int >= 0.
+    """
+    return _ranges(seq_len, order.block_n)
+
+
+def _ranges(seq_len: int, width: int) -> tuple[tuple[int, int], ...]:
+    _check_int("seq_len", seq_len, 0)
+    return tuple((start, min(start + width, seq_len)) for start in range(0, seq_len, width))
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an int >= {least}")
 
 
 @dataclass(frozen=True)
@@ -143,8 +161,7 @@ def plan_attention(
         ValueError: an argument the kernels cannot serve, by name.
     """
     for name, value, least in (("num_tokens", num_tokens, 0), ("batch_size", batch_size, 0), ("max_seq_len", max_seq_len, 0), ("num_sms", num_sms, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} must be an int >= {least}")
+        _check_int(name, value, least)
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_NUM_HEADS:
         raise ValueError(f"num_heads={num_heads!r} must be an int from 1 to {MAX_NUM_HEADS}")
     check_dims(kv_lora_rank, qk_rope_head_dim)

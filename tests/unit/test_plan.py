@@ -103,6 +103,13 @@ def test_tables_of_nothing():
     assert split_table(0) == tile_table(0) == ()
 
 
+@pytest.mark.parametrize("table", [split_table, tile_table])
+@pytest.mark.parametrize("seq_len", [-1, -(1 << 40), 1.0, True, "64", None])
+def test_tables_of_what_is_no_length(table, seq_len):
+    with pytest.raises(ValueError, match=f"seq_len={seq_len!r} must be an int >= 0"):
+        table(seq_len)
+
+
 @given(batches(), batches(), models(), orders)
 def test_the_order_never_follows_from_the_batch(one, other, model, order):
     plans = [plan_attention(**batch, **model, order=order) for batch in (one, other)]
