@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from triton_mla.capabilities import BACKENDS, DECODE, PHASES, PREFILL, Backend, Request, Sizes
 from triton_mla.config import AUTO, Settings
 from triton_mla.errors import UnsupportedError
+from triton_mla.paths import PathRule
 
 __all__ = ["BACKENDS", "Adjustment", "Backend", "Request", "Selection", "Sizes", "backend_named", "select"]
 
@@ -51,6 +52,11 @@ class Selection:
     verdicts: Mapping[str, Mapping[str, tuple[str, ...]]] = field(repr=False)
     adjustments: tuple[Adjustment, ...] = ()
     prefix_caching: str = "not touched: the selection was not applied to a cache config"
+
+    @property
+    def paths(self) -> PathRule:
+        """The form that each token takes."""
+        return PathRule(prompt=self.prefill_form, prefix=self.request.prefix_path)
 
 
 def backend_named(name: str, argument: str = "name") -> Backend:

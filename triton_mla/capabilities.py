@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triton_mla.paths import ABSORBED, CHUNKED, MHA
 from triton_mla.plan import MAX_KV_LORA_RANK, MAX_NUM_HEADS, MAX_QK_ROPE_HEAD_DIM
 from triton_mla.tuning import ARCHITECTURES
 
 PREFILL, DECODE = "prefill", "decode"
 PHASES = (PREFILL, DECODE)
-MHA, ABSORBED = "mha", "absorbed"
 FP8 = "fp8_e4m3"
 
 
@@ -44,17 +44,19 @@ ANY = Sizes(step=1)
 class Request:
     """What a model and an engine need of a backend.
 
-    num_heads (of one rank), kv_lora_rank, qk_rope_head_dim: as in `MLADims`. dtype, kv_cache_dtype: normalised names.
+    num_heads (of one rank) and the other sizes: as in `MLADims`. dtype, kv_cache_dtype: normalised names.
     arch: a key of `tuning.ARCHITECTURES`, "cpu" (without the interpreter), or the type of another device.
     page_size: tokens per page, or None where the engine has not decided. page_size_fixed: whether the user set it, so
     that nobody else may change it. prefill_forms: the forms a prompt token may take, most wanted first; form_reason:
-    why these.
+    why these. prefix_path: `paths.PathRule.prefix`.
     """
 
     num_heads: int
     kv_lora_rank: int
     qk_rope_head_dim: int
     arch: str
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "bfloat16"
     page_size: int | None = None
@@ -63,6 +65,7 @@ class Request:
     keep_prefix: bool = False
     prefill_forms: tuple[str, ...] = (ABSORBED,)
     form_reason: str = ""
+    prefix_path: str = CHUNKED
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Backend:
     """One row of the capability table.
 
     name, summary: for people. phases: what it computes. prefill_form: the arithmetic of its prefill.
+    num_heads and the other sizes: what it takes; nope and value dims concern a prefill of the mha form alone.
     invariant: whether a row's bits are independent of the batch; invariance: why, or why not.
     keeps_prefix: whether a token has the same bits however it arrives (decoded, prefilled, recomputed, read from a
     cache), so that prefix caching may stay on. dtypes: of query and cache alike; fp8_architectures: where the cache may
@@ -88,6 +92,8 @@ class Backend:
     num_heads: Sizes = ANY
     kv_lora_rank: Sizes = Sizes((512,))
     qk_rope_head_dim: Sizes = Sizes((64,))
+    qk_nope_head_dim: Sizes = ANY
+    v_head_dim: Sizes = ANY
     architectures: tuple[str, ...] = ()
     prefill_form: str = ABSORBED
     keeps_prefix: bool = False
@@ -132,6 +138,9 @@ class Backend:
         require_size("num_heads", request.num_heads, self.num_heads)
         require_size("kv_lora_rank", request.kv_lora_rank, self.kv_lora_rank)
         require_size("qk_rope_head_dim", request.qk_rope_head_dim, self.qk_rope_head_dim)
+        if phase == PREFILL and self.prefill_form == MHA:
+            require_size("qk_nope_head_dim", request.qk_nope_head_dim, self.qk_nope_head_dim)
+            require_size("v_head_dim", request.v_head_dim, self.v_head_dim)
         if request.page_size is not None and request.page_size_fixed:
             fixed = "; it was set explicitly, so it is not changed"
             require_size("page size", request.page_size, self.page_sizes, fixed)
@@ -141,8 +150,8 @@ class Backend:
 _ALL = tuple(ARCHITECTURES)
 _CUDA = tuple(arch for arch in _ALL if arch.startswith("sm_"))
 
-#: In order of preference: an automatic choice is the first row that can do it. A further kernel of this package, such
-#: as a prefill of the mha form, is one more row.
+#: In order of preference: an automatic choice is the first row that can do it. A further kernel of this package is one
+#: more row.
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="triton_mla",
@@ -157,6 +166,23 @@ BACKENDS: tuple[Backend, ...] = (
         kv_lora_rank=Sizes(step=16, limit=MAX_KV_LORA_RANK),
         qk_rope_head_dim=Sizes((0,), step=16, limit=MAX_QK_ROPE_HEAD_DIM),
         architectures=_ALL,
+        automatic=_ALL,
+    ),
+    Backend(
+        name="triton_mla_mha",
+        summary="this package's prefill of the mha form, up-projected from the paged latent cache",
+        phases=(PREFILL,),
+        invariant=True,
+        invariance="tiles and chunks at absolute positions, exact rescale; a cut prompt has the bits of an uncut one",
+        dtypes=("float16", "bfloat16", "float32"),
+        page_sizes=Sizes((1,), step=16),
+        num_heads=Sizes(step=1, limit=MAX_NUM_HEADS),
+        kv_lora_rank=Sizes(step=16, limit=MAX_KV_LORA_RANK),
+        qk_rope_head_dim=Sizes((0,), step=16, limit=MAX_QK_ROPE_HEAD_DIM),
+        qk_nope_head_dim=Sizes(step=16, limit=256),
+        v_head_dim=Sizes(step=16, limit=256),
+        architectures=_ALL,
+        prefill_form=MHA,
         automatic=_ALL,
     ),
     Backend(

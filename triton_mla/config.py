@@ -76,7 +76,7 @@ VARIABLES: tuple[Variable, ...] = (
         "chunked_prefix",
         _FLAG,
         "1",
-        "Lets the mha form up-project a cached prefix chunk by chunk; without it every token takes the absorbed form.",
+        "Lets the mha form read cached tokens, chunk by chunk; without it the absorbed form takes the tokens behind them.",
     ),
     Variable(
         "TRITON_MLA_KV_SPLIT",

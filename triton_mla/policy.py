@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from triton_mla.backends import BACKENDS, Selection, select
-from triton_mla.capabilities import ABSORBED, MHA, PHASES, Request
-from triton_mla.config import AUTO, Settings, normalize_dtype
+from triton_mla.capabilities import PHASES, Request
+from triton_mla.config import Settings, normalize_dtype
 from triton_mla.dims import MLADims
-from triton_mla.errors import UnsupportedError
 from triton_mla.launch import INTERPRETED
+from triton_mla.paths import ABSORBED, keeps_prefix_cache, prefix_path, prompt_forms
 from triton_mla.tuning import arch_of
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ def resolve(
     dtype: torch.dtype | str | None = None,
     arch: str | None = None,
     token_roles: bool = False,
+    whole_prompts: bool = False,
 ) -> Selection:
     """Selects the backends of prefill and decode and, in batch-invariant mode, turns prefix caching off.
 
@@ -49,7 +50,8 @@ def resolve(
     dims: sizes of one rank. settings: by default those of the environment. device: by default the current accelerator,
     else the CPU. prefill_backend, decode_backend: names that win over the settings. dtype: of the model, by default
     that of the cache or bfloat16. arch: plans for this architecture instead of the device's, with no look at a device.
-    token_roles: whether the caller tells prompt tokens from generated ones (see `token_path`).
+    token_roles: whether the caller supplies the lengths of original prompts, so that recomputed generated tokens are not
+    taken for a prompt (see `paths`). whole_prompts: whether it gives every prompt in one call; matters only with chunked_prefix off.
 
     Raises UnsupportedError with the reasons per backend, and ValueError for an argument, a variable, or a cache config
     that cannot take the change.
@@ -59,65 +61,27 @@ def resolve(
     page_size, fixed = _page_size(cache_config)
     cache_name = getattr(cache_config, "cache_dtype", None)
     cache_dtype = normalize_dtype(cache_name, auto=normalize_dtype(dtype), argument="cache_config.cache_dtype")
-    forms, form_reason = prefill_forms(settings, token_roles=token_roles)
+    forms, form_reason = prompt_forms(settings, token_roles=token_roles, whole_prompts=whole_prompts)
     request = Request(
         num_heads=dims.num_heads,
         kv_lora_rank=dims.kv_lora_rank,
         qk_rope_head_dim=dims.qk_rope_head_dim,
+        qk_nope_head_dim=dims.qk_nope_head_dim,
+        v_head_dim=dims.v_head_dim,
         arch=arch or _arch(device),
         dtype=normalize_dtype(dtype, auto="bfloat16" if cache_dtype.startswith("fp8") else cache_dtype),
         kv_cache_dtype=cache_dtype,
         page_size=page_size,
         page_size_fixed=fixed,
         batch_invariant=settings.batch_invariant,
-        keep_prefix=_kept(settings),
+        keep_prefix=keeps_prefix_cache(settings),
         prefill_forms=forms,
         form_reason=form_reason,
+        prefix_path=prefix_path(settings),
     )
     selection = select(request, settings=settings)
     logger.info("prefill form: %s: %s", selection.prefill_form, form_reason)
     return _apply(cache_config, selection)
-
-
-def prefill_forms(settings: Settings, *, token_roles: bool) -> tuple[tuple[str, ...], str]:
-    """The forms that prompt tokens may take, most wanted first, and why.
-
-    token_roles: whether the engine tells prompt tokens from generated ones.
-    Raises UnsupportedError when the mha form is asked for and the settings make it unsound.
-    """
-    asked = settings.describe("prefill_path")
-    if settings.prefill_path == ABSORBED:
-        return (ABSORBED,), asked
-    against = []
-    if _kept(settings):
-        keep = settings.describe("prefix_caching")
-        against.append(f"{keep}: only the absorbed form reproduces generated tokens that a cache holds")
-    if not token_roles and (settings.batch_invariant or settings.prefill_path == AUTO):
-        against.append("the roles of tokens are not supplied, so recomputed generated tokens would pass for a prompt")
-    if not settings.chunked_prefix:
-        # Taking mha just where nothing precedes the chunk would make a token's form follow the schedule.
-        against.append(f"{settings.describe('chunked_prefix')}: the mha form could not read a prefix")
-    if settings.prefill_path == MHA:
-        if against:
-            raise UnsupportedError(f"{asked} is refused", {MHA: tuple(against)})
-        return (MHA,), asked
-    if against:
-        return (ABSORBED,), "; ".join(against)
-    return (MHA, ABSORBED), "the roles of tokens are supplied"
-
-
-def token_path(position: int, prompt_len: int | None, *, prefill_form: str) -> str:
-    """The form, "mha" or "absorbed", that the query token at a position of its sequence takes, always.
-
-    position: from 0 on. prompt_len: tokens of the request's original prompt, unchanged by a preemption; None where the
-    engine cannot tell. prefill_form: of the selection.
-
-    A prompt token takes the prefill form and a generated token the absorbed form, also when it is recomputed. How a
-    token arrives is no argument: chunks, cache hits, query lengths and neighbours differ between runs.
-    """
-    if prompt_len is None or position >= prompt_len:
-        return ABSORBED
-    return prefill_form
 
 
 def explain(subject: Selection | Settings) -> dict[str, Any]:
@@ -150,6 +114,8 @@ def explain(subject: Selection | Settings) -> dict[str, Any]:
         "forms": {
             "prompt": selection.prefill_form,
             "generated": ABSORBED,
+            "rule": str(selection.paths),
+            "batch_invariant": selection.paths.batch_invariant,
             "reason": request.form_reason,
         },
         "page_size": selection.page_size,
@@ -173,14 +139,11 @@ def explain_lines(subject: Selection | Settings) -> list[str]:
         lines.append(f"  -> {choice['backend']} ({choice['origin']}): {choice['reason']}")
     forms = data["forms"]
     lines.append(f"forms: prompt tokens {forms['prompt']}, generated tokens {forms['generated']}: {forms['reason']}")
+    lines.append(f"  {forms['rule']}")
     lines.append(f"page size: {data['page_size'] or 'any the engine takes'}")
     lines += [f"  {c['name']} {c['old']} -> {c['new']}: {c['why']}" for c in data["adjustments"]]
     lines.append(f"prefix caching: {data['prefix_caching']}")
     return lines
-
-
-def _kept(settings: Settings) -> bool:
-    return settings.batch_invariant and settings.prefix_caching == "keep"
 
 
 def _arch(device: torch.device | str | None) -> str:
@@ -217,7 +180,7 @@ def _caching_action(cache_config: Any, selection: Selection) -> tuple[str, int]:
     flag = settings.describe("batch_invariant")
     if not settings.batch_invariant:
         return f"not touched: batch-invariant mode is off, {flag}", logging.DEBUG
-    if _kept(settings):
+    if keeps_prefix_cache(settings):
         keep = settings.describe("prefix_caching")
         return f"left as it is: {keep}; sound because every token takes the absorbed form", logging.INFO
     if not hasattr(cache_config, _CACHING):

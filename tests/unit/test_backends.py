@@ -7,14 +7,14 @@ import pytest
 
 from triton_mla import backends, capabilities
 from triton_mla.backends import BACKENDS, Request, Sizes, backend_named, select
-from triton_mla.capabilities import ABSORBED, DECODE, MHA, PHASES, PREFILL, Backend
+from triton_mla.capabilities import ABSORBED, DECODE, MHA, PHASES, PREFILL
 from triton_mla.config import Settings
 from triton_mla.errors import UnsupportedError
 from triton_mla.plan import check_dims, check_page_size
 from triton_mla.tuning import ARCHITECTURES
 
 NAMES = [row.name for row in BACKENDS]
-PEERS = [name for name in NAMES if name not in ("triton_mla", "torch_reference")]
+PEERS = [name for name in NAMES if name not in ("triton_mla", "triton_mla_mha", "torch_reference")]
 
 
 def request_for(**values):
@@ -312,34 +312,36 @@ def test_backends_without_a_common_page_size_are_refused(monkeypatch):
     assert set(caught.value.reasons) == {"flashinfer_mla", "flashmla"}
 
 
-def test_no_backend_has_the_mha_form_yet():
-    with pytest.raises(UnsupportedError) as caught:
-        choose(request_for(prefill_forms=(MHA,), form_reason="prefill_path=mha (argument)"))
-    (reason,) = caught.value.reasons["triton_mla"]
-    assert "absorbed form" in reason and "prefill_path=mha (argument)" in reason
-    selection = choose(request_for(prefill_forms=(MHA, ABSORBED), form_reason="roles"))
-    assert selection.prefill_form == ABSORBED
-    assert "no capable backend has the mha form" in selection.reasons[PREFILL]
-
-
-def test_one_more_row_is_all_that_an_mha_prefill_needs(monkeypatch):
-    row = Backend(
-        name="some_mha",
-        summary="a prefill of the mha form",
-        phases=(PREFILL,),
-        invariant=True,
-        invariance="as stated",
-        prefill_form=MHA,
-        automatic=("sm_90",),
-    )
-    monkeypatch.setattr(backends, "BACKENDS", (*BACKENDS, row))
-    both = request_for(batch_invariant=True, prefill_forms=(MHA, ABSORBED))
-    assert (choose(both).prefill, choose(both).decode) == ("some_mha", "triton_mla")
+def test_the_form_decides_between_this_packages_prefills():
+    both = request_for(batch_invariant=True, prefill_forms=(MHA, ABSORBED), form_reason="roles")
+    assert (choose(both).prefill, choose(both).decode) == ("triton_mla_mha", "triton_mla")
     assert choose(both).prefill_form == MHA
     assert choose(both, prefill_backend="triton_mla").prefill_form == ABSORBED
-    assert choose(request_for(prefill_forms=(ABSORBED,))).prefill == "triton_mla"
+    absorbed = request_for(prefill_forms=(ABSORBED,), form_reason="kept")
+    assert choose(absorbed).prefill == "triton_mla"
     with pytest.raises(UnsupportedError, match="its prefill has the mha form, absorbed is needed: kept"):
-        choose(request_for(prefill_forms=(ABSORBED,), form_reason="kept"), prefill_backend="some_mha")
+        choose(absorbed, prefill_backend="triton_mla_mha")
+    with pytest.raises(UnsupportedError, match="its prefill has the absorbed form, mha is needed: asked"):
+        choose(request_for(prefill_forms=(MHA,), form_reason="asked"), prefill_backend="triton_mla")
+
+
+def test_the_mha_prefill_is_no_decode_and_keeps_no_cache():
+    assert reasons("triton_mla_mha", DECODE) == ("it has no decode (prefill only)",)
+    (reason,) = reasons("triton_mla_mha", PREFILL, batch_invariant=True, keep_prefix=True, prefill_forms=(MHA,))
+    assert "prefix caching cannot be kept" in reason
+
+
+@pytest.mark.parametrize("name", ["qk_nope_head_dim", "v_head_dim"])
+def test_head_dims_concern_the_mha_form_alone(name):
+    (reason,) = reasons("triton_mla_mha", PREFILL, prefill_forms=(MHA,), **{name: 40})
+    assert f"{name}=40" in reason
+    assert reasons("triton_mla", PREFILL, **{name: 40}) == ()
+
+
+def test_the_absorbed_form_where_no_backend_has_the_mha_form():
+    selection = choose(request_for(prefill_forms=(MHA, ABSORBED), v_head_dim=40))
+    assert selection.prefill_form == ABSORBED
+    assert "no capable backend has the mha form" in selection.reasons[PREFILL]
 
 
 def test_selection_does_not_look_at_names():

@@ -7,16 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from triton_mla import backends, policy
 from triton_mla.backends import BACKENDS
-from triton_mla.capabilities import ABSORBED, MHA, PREFILL, Backend
+from triton_mla.capabilities import ABSORBED, MHA, PREFILL
 from triton_mla.config import VARIABLES, Settings
 from triton_mla.dims import MLADims
 from triton_mla.errors import UnsupportedError
-from triton_mla.policy import explain, explain_lines, prefill_forms, resolve, token_path
+from triton_mla.paths import REFUSED, PathRule
+from triton_mla.policy import explain, explain_lines, resolve
 
 DIMS = MLADims(num_heads=16)
 INVARIANT = Settings(batch_invariant=True)
@@ -215,8 +214,8 @@ def test_the_changes_are_made_together_or_not_at_all(monkeypatch):
         def __init__(self):
             self.block_size = None
 
-    invariant = dataclasses.replace(BACKENDS[4], invariant=True)
-    monkeypatch.setattr(backends, "BACKENDS", (*BACKENDS[:4], invariant, *BACKENDS[5:]))
+    invariant = dataclasses.replace(backends.backend_named("flashmla"), invariant=True)
+    monkeypatch.setattr(backends, "BACKENDS", tuple(invariant if row.name == "flashmla" else row for row in BACKENDS))
     config = FixedCaching()
     with pytest.raises(ValueError, match="the write had no effect"):
         run(config, decode_backend=invariant.name)
@@ -254,57 +253,46 @@ def test_keep_with_an_explicit_mha_is_refused_with_the_reason():
     assert config.enable_prefix_caching is True
 
 
-def test_mha_is_refused_while_no_backend_has_it():
-    with pytest.raises(UnsupportedError, match="its prefill has the absorbed form, mha is needed"):
-        run(cache_config(), Settings(batch_invariant=True, prefill_path="mha"), token_roles=True)
-    selection = run(cache_config(), token_roles=True)
-    assert selection.prefill_form == ABSORBED
+def test_the_mha_form_is_this_packages_own_backend(log):
+    selection = run(cache_config(), Settings(batch_invariant=True, prefill_path="mha"), token_roles=True)
+    assert (selection.prefill, selection.decode, selection.prefill_form) == ("triton_mla_mha", "triton_mla", MHA)
+    assert selection.paths == PathRule(MHA)
+    (warning,) = warnings(log)
+    assert "turned off" in warning and "triton_mla_mha" in warning
+    assert any("prefill form: mha: prefill_path=mha" in record.getMessage() for record in log.records)
+
+
+def test_auto_takes_the_mha_form_with_roles_only():
+    assert run(cache_config(), token_roles=True).prefill == "triton_mla_mha"
+    selection = run(cache_config())
+    assert selection.prefill == "triton_mla" and selection.paths == PathRule(ABSORBED)
+    assert "roles of tokens are not supplied" in explain(selection)["forms"]["reason"]
+
+
+def test_auto_falls_back_where_the_mha_form_has_no_kernel():
+    dims = MLADims(num_heads=16, v_head_dim=24)
+    selection = run(cache_config(), dims=dims, token_roles=True)
+    assert selection.prefill == "triton_mla" and selection.prefill_form == ABSORBED
     assert "no capable backend has the mha form" in selection.reasons[PREFILL]
+    with pytest.raises(UnsupportedError, match="v_head_dim=24"):
+        run(cache_config(), Settings(prefill_path="mha"), dims=dims, token_roles=True)
 
 
 @pytest.mark.parametrize(
-    ("values", "roles", "forms", "word"),
+    ("invariant", "whole", "rule"),
     [
-        ({}, True, (MHA, ABSORBED), "roles of tokens are supplied"),
-        ({}, False, (ABSORBED,), "not supplied"),
-        ({"batch_invariant": True}, True, (MHA, ABSORBED), "supplied"),
-        ({"batch_invariant": True}, False, (ABSORBED,), "not supplied"),
-        ({"batch_invariant": True, "prefix_caching": "keep"}, True, (ABSORBED,), "prefix_caching=keep"),
-        ({"prefix_caching": "keep"}, True, (MHA, ABSORBED), "supplied"),
-        ({"chunked_prefix": False}, True, (ABSORBED,), "chunked_prefix=0"),
-        ({"prefill_path": "absorbed"}, True, (ABSORBED,), "prefill_path=absorbed"),
-        ({"prefill_path": "mha"}, False, (MHA,), "prefill_path=mha"),
-        ({"prefill_path": "mha", "batch_invariant": True}, True, (MHA,), "prefill_path=mha"),
+        (True, False, PathRule(ABSORBED, REFUSED)),
+        (True, True, PathRule(MHA, REFUSED)),
+        (False, False, PathRule(MHA, ABSORBED)),
     ],
 )
-def test_forms_of_prompt_tokens(values, roles, forms, word):
-    found, reason = prefill_forms(Settings(**values), token_roles=roles)
-    assert found == forms and word in reason
-
-
-@pytest.mark.parametrize(
-    ("values", "roles", "word"),
-    [
-        ({"batch_invariant": True}, False, "not supplied"),
-        ({"batch_invariant": True, "prefix_caching": "keep"}, True, "prefix_caching=keep"),
-        ({"chunked_prefix": False}, True, "chunked_prefix=0"),
-    ],
-)
-def test_unsound_mha_is_refused(values, roles, word):
-    with pytest.raises(UnsupportedError) as caught:
-        prefill_forms(Settings(prefill_path="mha", **values), token_roles=roles)
-    (reason,) = caught.value.reasons["mha"]
-    assert word in reason
-
-
-def test_an_mha_backend_is_taken_only_with_roles_and_without_keep(monkeypatch):
-    row = Backend("some_mha", "mha prefill", (PREFILL,), True, "as stated", prefill_form=MHA, automatic=("sm_90",))
-    monkeypatch.setattr(backends, "BACKENDS", (*BACKENDS, row))
-    assert run(cache_config(), token_roles=True).prefill == "some_mha"
-    assert run(cache_config()).prefill == "triton_mla"
-    assert run(cache_config(), KEEP, token_roles=True).prefill == "triton_mla"
-    with pytest.raises(UnsupportedError, match="prefix_caching=keep"):
-        run(cache_config(), KEEP, token_roles=True, prefill_backend="some_mha")
+def test_without_the_chunked_prefix(invariant, whole, rule):
+    settings = Settings(batch_invariant=invariant, chunked_prefix=False)
+    selection = run(cache_config(), settings, token_roles=True, whole_prompts=whole)
+    assert selection.paths == rule
+    data = explain(selection)["forms"]
+    assert data["batch_invariant"] == invariant and "chunked_prefix=0" in data["reason"]
+    assert data["rule"] == str(rule)
 
 
 @pytest.mark.parametrize("flag", [False, True])
@@ -422,58 +410,3 @@ def test_explain_lines():
     assert f"prefix caching: {selection.prefix_caching}" in text
     assert explain_lines(Settings()) == text.replace("True  (VLLM_BATCH_INVARIANT)", "False  (default)").split("\n")[:8]
     assert explain(Settings()) == {"settings": Settings().as_dict()}
-
-
-@pytest.mark.parametrize(
-    ("position", "prompt_len", "form", "path"),
-    [
-        (0, 1, MHA, MHA),
-        (9, 10, MHA, MHA),
-        (10, 10, MHA, ABSORBED),
-        (0, 0, MHA, ABSORBED),
-        (0, None, MHA, ABSORBED),
-        (0, 10, ABSORBED, ABSORBED),
-        (10, 10, ABSORBED, ABSORBED),
-    ],
-)
-def test_token_path(position, prompt_len, form, path):
-    assert token_path(position, prompt_len, prefill_form=form) == path
-
-
-def pieces(prompt_len, total, events):
-    """[start, end) of each call of one run: a chunk for each event, and where an event says so a preemption after it,
-    or a cache hit on the way back, so that the sequence is computed again from an earlier position."""
-    computed = done = 0
-    for chunk, again in [*events, *[(16, None)] * total]:
-        # Behind the known tokens there is one at a time to decode.
-        end = min(computed + chunk, max(done, prompt_len), total) if computed < max(done, prompt_len) else computed + 1
-        if computed < total:
-            yield computed, end
-            done = max(done, end)
-            computed = end if again is None else min(again, end - 1)
-
-
-events = st.lists(st.tuples(st.integers(1, 16), st.none() | st.integers(0, 40)), max_size=10)
-
-
-@given(
-    st.integers(1, 30), st.integers(0, 10), st.lists(events, min_size=1, max_size=3), st.sampled_from([MHA, ABSORBED])
-)
-def test_no_schedule_changes_the_form_of_a_token(prompt_len, generated, runs, form):
-    total = prompt_len + generated
-    wanted = [{form if position < prompt_len else ABSORBED} for position in range(total)]
-    for run_events in runs:
-        taken = [set() for _ in range(total)]
-        for start, end in pieces(prompt_len, total, run_events):
-            for position in range(start, end):
-                taken[position].add(token_path(position, prompt_len, prefill_form=form))
-        assert taken == wanted
-
-
-def test_a_rule_that_looks_at_how_a_token_arrives_fails_the_same_check():
-    def by_arrival(start, end):
-        return ABSORBED if end - start == 1 else MHA
-
-    plain, preempted = [(0, 4), (4, 5), (5, 6)], [(0, 4), (4, 5), (0, 5), (5, 6)]
-    taken = [{by_arrival(start, end) for start, end in pieces if start <= 4 < end} for pieces in (plain, preempted)]
-    assert taken == [{ABSORBED}, {ABSORBED, MHA}]

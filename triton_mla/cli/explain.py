@@ -10,7 +10,7 @@ from typing import Any
 DESCRIPTION = """\
 Shows every setting with its value and where it came from (argument, environment variable, default),
 and what they decide for a model on a machine: the backends of prefill and decode with every reason,
-the form of prompt tokens, the page size, and what becomes of prefix caching. Nothing is changed.
+the form of each token, the page size, and what becomes of prefix caching. Nothing is changed.
 """
 
 EPILOG = """\
@@ -45,10 +45,12 @@ def add_parser(subparsers: Any) -> None:
     add("--batch-invariant", metavar="FLAG", help="1 or 0, instead of the environment's")
     add("--prefix-caching", metavar="MODE", help="auto or keep")
     add("--prefill-path", metavar="PATH", help="auto, mha or absorbed")
+    add("--chunked-prefix", metavar="FLAG", help="1 or 0: whether the mha form may read a cached prefix")
     add("--prefill-backend", metavar="NAME", help="a backend by name")
     add("--decode-backend", metavar="NAME", help="a backend by name")
     add("--kv-split", type=int, metavar="N", help="tokens between two cuts of a KV sequence")
-    add("--token-roles", action="store_true", help="the engine tells prompt tokens from generated ones")
+    add("--token-roles", action="store_true", help="the engine supplies the lengths of original prompts")
+    add("--whole-prompts", action="store_true", help="the engine never cuts a prompt")
     add("--variables", action="store_true", help="list the environment variables and stop")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> Any:
     from triton_mla.config import Settings
 
-    names = ("batch_invariant", "prefix_caching", "prefill_path", "prefill_backend", "decode_backend", "kv_split")
+    names = ("batch_invariant", "prefix_caching", "prefill_path", "chunked_prefix", "prefill_backend", "decode_backend", "kv_split")
     return Settings.from_env(**{name: getattr(args, name) for name in names})
 
 
@@ -97,5 +99,11 @@ def _resolve(args: argparse.Namespace, settings: Any) -> Any:
     model = dataclasses.replace(model, **{name: value for name, value in changes.items() if value is not None})
     config = SimpleNamespace(block_size=args.page_size, enable_prefix_caching=True, cache_dtype=args.kv_cache_dtype)
     return policy.resolve(
-        config, dims=model, settings=settings, dtype=args.dtype, arch=args.arch, token_roles=args.token_roles
+        config,
+        dims=model,
+        settings=settings,
+        dtype=args.dtype,
+        arch=args.arch,
+        token_roles=args.token_roles,
+        whole_prompts=args.whole_prompts,
     )
