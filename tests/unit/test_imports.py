@@ -155,6 +155,13 @@ def test_only_the_command_prints():
             assert not prints, f"{name}:{prints[0].lineno}"
 
 
+def test_plain_pytest_finds_what_is_not_installed():
+    """The command `pytest`, unlike `python -m pytest`, does not put the current folder first."""
+    tests = ["tests/benchmarks", "tests/cli/test_record.py"]
+    collected = fresh(f"import sys, pytest; sys.path.remove(''); pytest.main(['--collect-only', '-q', *{tests}])")
+    assert "test_record.py::" in collected and "test_benchmarks.py::" in collected and "error" not in collected, collected
+
+
 @pytest.mark.parametrize("folder, limit", [("triton_mla/kernels", 250), ("triton_mla", 400), (".", 500)])
 def test_files_are_small(folder, limit):
     listed = subprocess.run(["git", "ls-files", f"{folder}/*.py"], cwd=ROOT, capture_output=True, text=True)
