@@ -1,4 +1,4 @@
-"""The public attention ops: argument checks, outputs, and one call of `launch.attend`.
+"""The public attention ops: argument checks, outputs, and the launches of a plan.
 
 A query row's ``out`` and ``lse`` are a function of its query, its KV tokens in position order, the scale, the dtypes and the
 `ReductionOrder` alone: never of the batch, the pages, the schedule or how a prompt was cut. See docs/numerics.md.
@@ -6,30 +6,16 @@ A query row's ``out`` and ``lse`` are a function of its query, its KV tokens in 
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 import triton
 
 from . import checks
+from .calls import Given, Query, attend, on_device
 from .kernels.cache import write_kv_cache_kernel
 from .kernels.merge import merge_attn_states_kernel
-from .launch import INTERPRETED, attend, launch
-from .plan import AttentionPlan, check_dims, check_page_size, plan_attention
-from .tuning import DEFAULT_ORDER, ReductionOrder, arch_of
-
-Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-@lru_cache(maxsize=64)
-def _device_facts(device: torch.device) -> tuple[str, int]:
-    """(architecture name, multiprocessors)"""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return arch_of(device), sms
-
-
-_cached_plan = lru_cache(maxsize=1024)(plan_attention)
+from .launch import INTERPRETED, launch
+from .plan import AttentionPlan, check_dims, check_page_size
+from .tuning import ReductionOrder
 
 
 def write_kv_cache(
@@ -73,7 +59,7 @@ def write_kv_cache(
         raise ValueError(f"slot_mapping={slots.tolist()} must not name a slot twice")
     strides = (kv_c.stride(0), k_pe.stride(0), cache.stride(0), cache.stride(1))
     key = (cache.dtype, R, P, strides, kv_c.data_ptr() % 16, k_pe.data_ptr() % 16, cache.data_ptr() % 16)
-    with _on(cache.device):
+    with on_device(cache.device):
         launch(write_kv_cache_kernel, key, (num_tokens, 1), (kv_c, k_pe, cache, slots, *strides, page_size, num_pages * page_size),
                {"R": R, "BLOCK_R": triton.next_power_of_2(R), "P": P, "BLOCK_P": triton.next_power_of_2(max(P, 16))}, {"num_warps": 1})
 
@@ -107,8 +93,8 @@ def mla_decode(
     Raises:
         ValueError: an argument is wrong; nothing has been launched or written.
     """
-    return _attention("mla_decode", q, kv_cache, block_table, None, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, return_lse, plan, order,
-                      workspace, lse)
+    return attend(Given(True, q, kv_cache, block_table, None, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, bool(return_lse), plan, order,
+                        workspace, lse))
 
 
 def mla_extend(
@@ -128,80 +114,8 @@ def mla_extend(
         seq_lens: [B] int32 tokens of each request, the new ones included.
         The others are as in `mla_decode`, with T in place of B in q, out and lse.
     """
-    return _attention("mla_extend", q, kv_cache, block_table, cu_seqlens_q, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, return_lse, plan,
-                      order, workspace, lse)
-
-
-def _attention(
-    op: str, q: Any, kv_cache: Any, block_table: Any, cu_seqlens_q: Any, seq_lens: Any, softmax_scale: Any, kv_lora_rank: Any, k_scale: Any, out: Any,
-    return_lse: bool, plan: Any, order: Any, workspace: Any, lse: Any,
-) -> Any:
-    decode = op == "mla_decode"
-    scale = checks.softmax_scale(softmax_scale)
-    checks.no_scale(k_scale)
-    cache = checks.tensor("kv_cache", kv_cache, dims=3)
-    checks.float_dtype("kv_cache", cache)
-    device, dtype = cache.device, cache.dtype
-    checks.runnable(device)
-    num_pages, page_size, width = cache.shape
-    P = width - kv_lora_rank if isinstance(kv_lora_rank, int) else -1
-    check_dims(kv_lora_rank, P)
-    check_page_size(page_size)
-    q_nope, q_pe = _split_query(q, kv_lora_rank, P, dtype, device)
-    num_tokens, num_heads, _ = q_nope.shape
-    table = checks.tensor("block_table", block_table, dims=2, dtype=torch.int32, device=device)
-    lens = checks.tensor("seq_lens", seq_lens, dims=1, dtype=torch.int32, device=device)
-    batch_size = lens.shape[0]
-    if decode and num_tokens != batch_size:
-        raise ValueError(f"q has {num_tokens} rows and seq_lens {batch_size}; a decode has one query token a request")
-    if table.shape[0] != batch_size:
-        raise ValueError(f"block_table has {table.shape[0]} rows; it must have {batch_size}, one for each of seq_lens")
-    if decode:
-        starts = lens
-    else:
-        starts = checks.tensor("cu_seqlens_q", cu_seqlens_q, dims=1, dtype=torch.int32, device=device)
-        checks.shape("cu_seqlens_q", starts, (batch_size + 1,), "one more entry than seq_lens")
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        checks.lengths(lens, table, page_size, num_pages, None if decode else starts, num_tokens)
-        plan = _plan_for(plan, order, num_tokens, batch_size, num_heads, table.shape[1] * page_size, kv_lora_rank, P, dtype, page_size, decode, device)
-    if out is not None:
-        out = checks.tensor("out", out, dims=3, dtype=dtype, device=device)
-        checks.shape("out", out, (num_tokens, num_heads, kv_lora_rank), "one latent vector for each query row")
-    if lse is not None:
-        if not return_lse:
-            raise ValueError("lse was given but return_lse is False; set return_lse=True to have it filled")
-        lse = checks.tensor("lse", lse, dims=2, dtype=torch.float32, device=device)
-        checks.shape("lse", lse, (num_tokens, num_heads), "one value for each query row")
-        if not lse.is_contiguous():
-            raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous")
-    if workspace is not None and not compiling:
-        workspace = checks.tensor("workspace", workspace, dims=1, dtype=torch.uint8, device=device)
-        if workspace.numel() < plan.workspace_bytes or workspace.data_ptr() % 16:
-            raise ValueError(f"workspace has {workspace.numel()} bytes at {workspace.data_ptr():#x}; it must have at least "
-                             f"plan.workspace_bytes={plan.workspace_bytes}, aligned to 16")
-    if compiling:  # the operator plans and allocates for itself
-        order = (DEFAULT_ORDER if plan is None else plan.order) if order is None else order
-        result = torch.ops.triton_mla.attend(q_nope, q_pe, cache, table, None if decode else starts, lens, scale, kv_lora_rank,
-                                             table.shape[1] * page_size if plan is None else plan.max_seq_len,
-                                             order.block_n, order.kv_split, order.reference_step)
-        if out is not None:
-            out.copy_(result[0])
-        if lse is not None:
-            lse.copy_(result[1])
-        result = (result[0] if out is None else out, result[1] if lse is None else lse)
-        return result if return_lse else result[0]
-    if out is None:
-        out = torch.empty((num_tokens, num_heads, kv_lora_rank), dtype=dtype, device=device)
-    if lse is None:
-        lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
-    if workspace is None:
-        scratch = torch.empty(plan.workspace_bytes // 4, dtype=torch.float32, device=device) if plan.workspace_bytes else lse
-    else:
-        scratch = workspace[: plan.workspace_bytes].view(torch.float32) if plan.workspace_bytes else lse
-    with _on(device):
-        attend(plan, q_nope, q_pe, cache, table, starts, lens, scale, out, lse, scratch)
-    return (out, lse) if return_lse else out
+    return attend(Given(False, q, kv_cache, block_table, cu_seqlens_q, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, bool(return_lse), plan,
+                        order, workspace, lse))
 
 
 def merge_attn_states(
@@ -233,63 +147,8 @@ def merge_attn_states(
     lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
     strides = (out_a.stride(0), out_a.stride(1), out_b.stride(0), out_b.stride(1), out.stride(0), out.stride(1))
     key = (out.dtype, V, strides, lse_a.stride(0), lse_b.stride(0), out_a.data_ptr() % 16, out_b.data_ptr() % 16)
-    with _on(device):
+    with on_device(device):
         launch(merge_attn_states_kernel, key, (num_tokens * num_heads, 1),
                (out_a, lse_a, out_b, lse_b, out, lse, *strides, lse_a.stride(0), lse_b.stride(0), num_heads),
                {"V": V, "BLOCK_V": triton.next_power_of_2(V), "EMULATE_BF16": INTERPRETED and out.dtype == torch.bfloat16}, {"num_warps": 1})
     return out, lse
-
-
-def _split_query(q: Any, R: int, P: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(q, torch.Tensor):
-        q = checks.tensor("q", q, dims=3, dtype=dtype, device=device)
-        if q.shape[2] != R + P:
-            raise ValueError(f"q has shape {tuple(q.shape)}; its last dimension must be {R + P}, kv_cache's width")
-        return q[..., :R], q[..., R:]
-    if not isinstance(q, (tuple, list)) or len(q) != 2:
-        raise ValueError(f"q={type(q).__name__} must be a tensor or a pair (q_nope, q_pe)")
-    q_nope = checks.tensor("q[0]", q[0], dims=3, dtype=dtype, device=device)
-    q_pe = checks.tensor("q[1]", q[1], dims=3, dtype=dtype, device=device)
-    if q_nope.shape[2] != R:
-        raise ValueError(f"q[0] (q_nope) has shape {tuple(q_nope.shape)}; its last dimension must be kv_lora_rank={R}")
-    checks.shape("q[1] (q_pe)", q_pe, (*q_nope.shape[:2], P), "the rows of q_nope, and the rest of kv_cache's width")
-    return q_nope, q_pe
-
-
-def _plan_for(
-    plan: Any, order: Any, num_tokens: int, batch_size: int, num_heads: int, capacity: int, R: int, P: int, dtype: torch.dtype, page_size: int,
-    decode: bool, device: torch.device,
-) -> AttentionPlan:
-    """The caller's plan, if it fits this call, else one from the cache of plans."""
-    arch, num_sms = _device_facts(device)
-    if order is not None and not isinstance(order, ReductionOrder):
-        raise ValueError(f"order={order!r} must be a ReductionOrder, or None")
-    if plan is None:
-        return _cached_plan(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=capacity, kv_lora_rank=R,
-                            qk_rope_head_dim=P, dtype=dtype, page_size=page_size, decode=decode, arch=arch, num_sms=num_sms,
-                            order=DEFAULT_ORDER if order is None else order)
-    if not isinstance(plan, AttentionPlan):
-        raise ValueError(f"plan={plan!r} must be an AttentionPlan, as plan_attention returns it")
-    call = {"num_tokens": num_tokens, "batch_size": batch_size, "num_heads": num_heads, "kv_lora_rank": R, "qk_rope_head_dim": P, "dtype": dtype,
-            "page_size": page_size, "decode": decode, "arch": arch}
-    for name, value in call.items():
-        if getattr(plan, name) != value:
-            raise ValueError(f"plan.{name}={getattr(plan, name)!r} must be {value!r}, as in this call")
-    if order is not None and order != plan.order:
-        raise ValueError(f"order={order!r} must be the plan's {plan.order!r}, or None")
-    return plan
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NOTHING = _Nothing()
-
-
-def _on(device: torch.device) -> Any:
-    """Make ``device`` current, if it is not."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return _NOTHING
-    return torch.cuda.device(device)

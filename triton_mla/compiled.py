@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import attention
+from . import attention, calls
 from .plan import plan_attention
 from .tuning import ReductionOrder
 
@@ -17,7 +17,7 @@ def attend(
     seq_lens: torch.Tensor, softmax_scale: float, kv_lora_rank: int, max_seq_len: int, block_n: int, kv_split: int, reference_step: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     order = ReductionOrder(block_n=block_n, kv_split=kv_split, reference_step=reference_step)
-    arch, num_sms = attention._device_facts(kv_cache.device)
+    arch, num_sms = calls.device_facts(kv_cache.device)
     plan = plan_attention(num_tokens=q_nope.shape[0], batch_size=seq_lens.shape[0], num_heads=q_nope.shape[1], max_seq_len=max_seq_len,
                           kv_lora_rank=kv_lora_rank, qk_rope_head_dim=q_pe.shape[2], dtype=kv_cache.dtype, page_size=kv_cache.shape[1],
                           decode=cu_seqlens_q is None, arch=arch, num_sms=num_sms, order=order)

@@ -17,7 +17,7 @@ NUMERICS_REVISION = 1
 """Raised by a release whose results differ in any bit from those before it. `verify` compares golden digests under one
 fingerprint, so a change of bits without a new revision is a failed check."""
 
-_SOURCES = ("kernels/*.py", "plan.py", "tuning.py", "attention.py")
+_SOURCES = ("kernels/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py")
 
 
 def source_files() -> dict[str, str]:
@@ -29,7 +29,7 @@ def source_files() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """SHA-256 (hex) over the kernel files, `plan.py`, `tuning.py` and `attention.py`."""
+    """SHA-256 (hex) over the kernel files, `plan.py`, `tuning.py`, `attention.py`, `calls.py` and `launch.py`."""
     return _digest(source_files())
 
 

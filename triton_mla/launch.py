@@ -1,8 +1,9 @@
-"""Launching a Triton kernel without paying its argument binder at every call, and the launches that one plan stands for."""
+"""From a plan to kernel launches, and launching without paying Triton's argument binder at every call."""
 
 from __future__ import annotations
 
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,76 +23,153 @@ COMBINE_AHEAD = 2 if INTERPRETED else 8  # the interpreter computes the idle one
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]) -> None:
-    """Run ``kernel`` on the current device and stream.
+def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Run ``kernel`` on the current device and stream; returns the compiled kernel, or None under the interpreter or for an empty grid.
 
     ``key`` names all that the compiled code depends on. Triton's own cache look-up costs more than a small decode; with the compiled
     kernel in hand, only its C launcher is left. A profiler's launch hook takes the ordinary way.
     """
     if 0 in grid:
-        return
+        return None
     if INTERPRETED:
         kernel[grid](*args, **constants)
-        return
+        return None
     device = driver.active.get_current_device()
-    key = (kernel, device, key)
+    key = (id(kernel), device, key)
     compiled = _compiled.get(key)
-    if compiled is None or knobs.runtime.launch_enter_hook is not None:
-        _compiled[key] = kernel[grid](*args, **constants, **options, enable_fp_fusion=False)
-        return
-    stream = driver.active.get_current_stream(device)
-    compiled.run(grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants.values())
+    if compiled is None or _hooked():
+        compiled = _compiled[key] = kernel[grid](*args, **constants, **options, enable_fp_fusion=False)
+    else:
+        stream = driver.active.get_current_stream(device)
+        compiled.run(grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants.values())
+    return compiled
 
 
-def attend(
-    plan: AttentionPlan, q_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor, softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor,
-) -> None:
-    """All launches of a call: for each wave one pass or two phases, then the combine if a row can have partials. ``workspace``: fp32, aligned to 16."""
+def _hooked() -> bool:
+    hook = knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+class Step(NamedTuple):
+    """One launch of a call. ``pick`` takes the kernel's own out of the call's arguments, in the order of `Arguments`."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    pick: itemgetter[Any]
+    integers: tuple[int, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+class Arguments(NamedTuple):
+    """What changes from call to call: tensors, or their addresses, and the scale."""
+
+    q_nope: Any
+    q_pe: Any
+    kv_cache: Any
+    block_table: Any
+    cu_seqlens_q: Any
+    seq_lens: Any
+    out: Any
+    lse: Any
+    partials: Any
+    scores: Any
+    scale_log2: float
+
+
+def _pick(*names: str) -> itemgetter[Any]:
+    return itemgetter(*(Arguments._fields.index(name) for name in names))
+
+
+_ONE_PASS = _pick("q_nope", "q_pe", "kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "out", "lse", "partials", "scale_log2")
+_SCORES = _pick("q_nope", "q_pe", "kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "scores")
+_VALUES = _pick("kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "scores", "out", "lse", "partials", "scale_log2")
+_COMBINE = _pick("out", "lse", "partials")
+
+
+class Strides(NamedTuple):
+    """Element strides of a call's tensors: token and head of the queries, page and slot of the cache, row of the table, token and head of out."""
+
+    q_nope: tuple[int, ...]
+    q_pe: tuple[int, ...]
+    kv_cache: tuple[int, ...]
+    block_table: int
+    out: tuple[int, ...]
+
+
+def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int) -> list[Step]:
+    """All launches of a call: for each wave one pass or two phases, then the combine if a row can have partials.
+
+    ``capacity``: tokens of a request that the block table has room for.
+    """
     schedule, order = plan.schedule, plan.order
-    R, P, page_size = plan.kv_lora_rank, plan.qk_rope_head_dim, plan.page_size
-    emulate = INTERPRETED and plan.dtype == torch.bfloat16
-    max_seq_len = min(plan.max_seq_len, block_table.shape[1] * page_size)
-    scale_log2 = softmax_scale * LOG2E
-    q_strides = (q_nope.stride(0), q_nope.stride(1), q_pe.stride(0), q_pe.stride(1))
-    kv_strides = (kv_cache.stride(0), kv_cache.stride(1))
-    out_strides = (out.stride(0), out.stride(1))
-    sizes = (plan.num_tokens, plan.batch_size, plan.num_heads, max_seq_len)
-    pointers = (q_nope.data_ptr(), q_pe.data_ptr(), kv_cache.data_ptr(), out.data_ptr(), workspace.data_ptr())
-    key = (plan.dtype, schedule, order, R, P, plan.decode, page_size, q_strides, kv_strides, out_strides,
-           tuple(p % 16 for p in pointers))
+    R, P = plan.kv_lora_rank, plan.qk_rope_head_dim
+    sizes = (plan.num_tokens, plan.batch_size, plan.num_heads, min(plan.max_seq_len, capacity))
     split_tiles = triton.next_power_of_2(order.kv_split // order.block_n)
     tiling = {"ROWS": schedule.block_rows, "BLOCK_N": order.block_n}
-    flags = {"PRECISION": order.input_precision, "DECODE": plan.decode, "PAGE_SIZE": page_size}
+    flags = {"PRECISION": order.input_precision, "DECODE": plan.decode, "PAGE_SIZE": plan.page_size}
     pdl = schedule.pdl and not INTERPRETED
-    ends = {"PDL": pdl, "EMULATE_BF16": emulate}
+    ends = {"PDL": pdl, "EMULATE_BF16": INTERPRETED and plan.dtype == torch.bfloat16}
     block_p = {"P": P, "BLOCK_P": triton.next_power_of_2(max(P, 16))}
     first: dict[str, Any] = {"num_warps": schedule.num_warps}
     dependent: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    scores = workspace[plan.partials_size:]
     slices = -(-R // schedule.block_v)
     width = min(COMBINE_WIDTH, triton.next_power_of_2(R))
+    steps = []
     for first_row_tile in range(0, plan.num_row_tiles, plan.wave_row_tiles):
         row_tiles = min(plan.wave_row_tiles, plan.num_row_tiles - first_row_tile)
         wave = (first_row_tile, plan.num_splits, plan.wave_rows)
         if schedule.form == "one_pass":
-            launch(one_pass_kernel, key, (row_tiles, plan.num_splits),
-                   (q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, seq_lens, out, lse, workspace, scale_log2, *q_strides, *kv_strides,
-                    block_table.stride(0), *out_strides, *sizes, order.kv_split, *wave),
-                   {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_R": triton.next_power_of_2(R), **block_p, "STEP": order.reference_step,
-                    **flags, "STAGES": schedule.num_stages, **ends}, first)
+            steps.append(Step(
+                one_pass_kernel, (row_tiles, plan.num_splits), _ONE_PASS,
+                (*strides.q_nope, *strides.q_pe, *strides.kv_cache, strides.block_table, *strides.out, *sizes, order.kv_split, *wave),
+                {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_R": triton.next_power_of_2(R), **block_p, "STEP": order.reference_step,
+                 **flags, "STAGES": schedule.num_stages, **ends}, first))
         else:
-            launch(scores_kernel, key, (row_tiles, plan.num_score_programs),
-                   (q_nope, q_pe, kv_cache, block_table, cu_seqlens_q, seq_lens, scores, *q_strides, *kv_strides, block_table.stride(0), *sizes,
-                    first_row_tile, plan.num_tiles),
-                   {**tiling, "R": R, "BLOCK_K": min(schedule.block_k, triton.next_power_of_2(R)), **block_p, **flags, **ends},
-                   {"num_warps": schedule.score_warps})
-            launch(values_kernel, key, (row_tiles * slices, plan.num_splits),
-                   (kv_cache, block_table, cu_seqlens_q, seq_lens, scores, out, lse, workspace, scale_log2, *kv_strides, block_table.stride(0),
-                    *out_strides, *sizes, order.kv_split, *wave, plan.num_tiles),
-                   {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_V": schedule.block_v, "STEP": order.reference_step, **flags,
-                    "STAGES": schedule.num_stages, **ends}, {**first, **dependent})
+            steps.append(Step(
+                scores_kernel, (row_tiles, plan.num_score_programs), _SCORES,
+                (*strides.q_nope, *strides.q_pe, *strides.kv_cache, strides.block_table, *sizes, first_row_tile, plan.num_tiles),
+                {**tiling, "R": R, "BLOCK_K": min(schedule.block_k, triton.next_power_of_2(R)), **block_p, **flags, **ends},
+                {"num_warps": schedule.score_warps}))
+            steps.append(Step(
+                values_kernel, (row_tiles * slices, plan.num_splits), _VALUES,
+                (*strides.kv_cache, strides.block_table, *strides.out, *sizes, order.kv_split, *wave, plan.num_tiles),
+                {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_V": schedule.block_v, "STEP": order.reference_step, **flags,
+                 "STAGES": schedule.num_stages, **ends}, {**first, **dependent}))
         if plan.num_splits > 1:
-            launch(combine_kernel, key, (row_tiles * schedule.block_rows, -(-R // width)),
-                   (out, lse, workspace, *out_strides, plan.num_heads, plan.num_splits, plan.wave_rows),
-                   {"R": R, "WIDTH": width, "AHEAD": COMBINE_AHEAD, **ends}, {"num_warps": 1, **dependent})
+            steps.append(Step(
+                combine_kernel, (row_tiles * schedule.block_rows, -(-R // width)), _COMBINE,
+                (*strides.out, plan.num_heads, plan.num_splits, plan.wave_rows),
+                {"R": R, "WIDTH": width, "AHEAD": COMBINE_AHEAD, **ends}, {"num_warps": 1, **dependent}))
+    return [step for step in steps if 0 not in step.grid]
+
+
+class PreparedAttention:
+    """The launches of every call with this plan and these strides. Once run with aligned tensors, it needs only their addresses."""
+
+    def __init__(self, plan: AttentionPlan, strides: Strides, capacity: int) -> None:
+        self.plan = plan
+        self._steps = attention_steps(plan, strides, capacity)
+        self._key = (plan.dtype, plan.schedule, plan.order, plan.kv_lora_rank, plan.qk_rope_head_dim, plan.decode, plan.page_size,
+                     strides.q_nope, strides.q_pe, strides.kv_cache, strides.out)
+        self._ready: list[tuple[Any, ...]] = []
+
+    def run(self, args: Arguments) -> None:
+        """Launch for tensors. ``args.partials`` and ``args.scores``: fp32, aligned to 16."""
+        aligned = tuple(t.data_ptr() % 16 for t in (args.q_nope, args.q_pe, args.kv_cache, args.out, args.partials))
+        key = (*self._key, aligned)
+        compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]
+        if not (INTERPRETED or any(aligned)):
+            self._ready = [
+                (c.run, s.grid[0], s.grid[1], c.function, c.packed_metadata, s.pick, (*s.integers, *s.constants.values()))
+                for s, c in zip(self._steps, compiled, strict=True)
+            ]
+
+    def run_ready(self, args: Arguments, device: int) -> bool:
+        """Launch for addresses on the current device, all but those of integers divisible by 16; False if `run` must do it."""
+        if not self._ready or _hooked():
+            return False
+        stream = driver.active.get_current_stream(device)
+        for run, x, y, function, metadata, pick, rest in self._ready:
+            run(x, y, 1, stream, function, metadata, None, None, None, *pick(args), *rest)
+        return True

@@ -175,6 +175,36 @@ def test_waves(mla, monkeypatch, op, form):
     getattr(mla, op)(batch, plan=waves).assert_same(expected)
 
 
+@pytest.mark.parametrize("op", ["decode", "extend"])
+def test_a_call_that_repeats_an_earlier_one_in_all_but_values(mla, op):
+    """The second call with equal shapes takes the short way: from addresses alone."""
+    first, second = (mla.batch([Request(n, 1, key=n), Request(7, 1, key=1)], seed=n) for n in (2 * mla.order.kv_split + 5, mla.order.kv_split + 70))
+    width = max(first.block_table.shape[1], second.block_table.shape[1])
+    first, second = (replace(b, block_table=torch.nn.functional.pad(b.block_table, (0, width - b.block_table.shape[1]))) for b in (first, second))
+    run = getattr(mla, op)
+    expected = [run(b) for b in (first, second)]
+    expected[0].assert_differs(expected[1])
+    for rows, batch in zip(expected * 2, (first, second) * 2, strict=True):
+        run(batch).assert_same(rows)
+        shifted = torch.empty(batch.q.numel() + 1, dtype=batch.q.dtype, device=mla.device)[1:].view(batch.q.shape)
+        run(replace(batch, q=shifted.copy_(batch.q))).assert_same(rows)  # an address that is not aligned
+        nope, rope = batch.q.split([batch.kv_lora_rank, batch.q.shape[2] - batch.kv_lora_rank], -1)
+        run(batch, q=(nope, rope)).assert_same(rows)
+        run(batch, q=(nope.contiguous(), rope.contiguous())).assert_same(rows)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"softmax_scale": True}, {"softmax_scale": "1"}, {"softmax_scale": [1.0]}, {"kv_lora_rank": 64.0}, {"k_scale": 1.0}, {"k_scale": []}, {"q": [1]}]
+)
+def test_a_good_call_does_not_let_a_bad_one_pass(mla, wrong):
+    small = replace(mla, kv_lora_rank=64, qk_rope_head_dim=16)
+    batch = small.batch([Request(40, key=1)])
+    for _ in range(2):
+        small.decode(batch, softmax_scale=1.0)
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            small.decode(batch, **{"softmax_scale": 1.0, **wrong})
+
+
 def test_a_plan_brings_its_order(mla):
     batch = mla.batch([Request(3 * mla.order.kv_split + 5, key=1)])
     expected = mla.decode(batch)
