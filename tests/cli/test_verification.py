@@ -210,9 +210,9 @@ def test_a_process_that_dies_is_a_failed_row() -> None:
 
 
 def test_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
+    from triton_mla import checks
 
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(checks, "INTERPRETED", False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET"):
         verification.run("cpu")
 
