@@ -125,9 +125,10 @@ def choose_schedule(
     if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // 8):
         return table.few
     rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
-    items64 = _row_tiles(num_tokens, batch_size, num_heads, 64, decode) * num_splits
-    if table.rows64 is not None and rows_per_request > 32 and items64 >= num_sms * 3 // 4:
-        return table.rows64
+    if table.rows64 is not None and rows_per_request > table.rows64.block_rows // 2:
+        items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
+        if items >= num_sms * 3 // 4:
+            return table.rows64
     if table.full16 is not None and items16 >= 4 * num_sms:
         return table.full16
     return table.rows16
