@@ -154,7 +154,8 @@ def plan_attention(
 
     Args:
         num_tokens: query tokens T of the call; equal to ``batch_size`` in a decode.
-        max_seq_len: no request of a call with this plan may be longer (a longer one gives NaN).
+        max_seq_len: no request of a call with this plan may be longer. A longer one is refused on a CPU; on a GPU, where the host does
+            not see lengths, its rows become NaN.
         arch: a name of `tuning.ARCHITECTURES`; num_sms: multiprocessors of the device.
         schedule: overrides the choice by the table; it cannot change a bit.
 

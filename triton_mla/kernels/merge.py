@@ -11,7 +11,7 @@ def merge_attn_states_kernel(
     OUT_A, LSE_A, OUT_B, LSE_B, OUT, LSE, stride_a_token, stride_a_head, stride_b_token, stride_b_head, stride_out_token, stride_out_head,
     stride_lse_a, stride_lse_b, num_heads, V: tl.constexpr, BLOCK_V: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
-    """Grid (rows). An lse of ±inf or NaN-free -inf marks an empty side: the other side is passed through bit for bit."""
+    """Grid (rows). An lse of -inf or +inf marks a side that saw no token: its ``out`` is not used, and the other side passes bit for bit."""
     row = tl.program_id(0).to(tl.int64)
     token = row // num_heads
     head = row % num_heads
@@ -29,8 +29,8 @@ def merge_attn_states_kernel(
     base = tl.where(no_a & no_b, 0.0, top)
     weight_a = tl.exp(lse_a - base)
     weight_b = tl.exp(lse_b - base)
-    total = weight_a + weight_b
-    inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
+    total = tl.where(no_a & no_b, 1.0, weight_a + weight_b)
+    inverse = tl.div_rn(1.0, total)
     merged = tl.where(no_a, 0.0, a) * (weight_a * inverse) + tl.where(no_b, 0.0, b) * (weight_b * inverse)
     merged = tl.where(no_b, tl.where(no_a, 0.0, a), tl.where(no_a, b, merged))
     lse = tl.where(no_b, lse_a, tl.where(no_a, lse_b, top + tl.log(total)))
