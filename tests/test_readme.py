@@ -70,6 +70,12 @@ def test_named_files_exist(document):
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_named_tests_exist(document):
+    for path, name in re.findall(r"`(tests/[\w/.]*)::(\w+)`", document.read_text(encoding="utf-8")):
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
 def test_table_of_parts():
     """Every module and folder of the package has a row, and every row is of one that exists."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
