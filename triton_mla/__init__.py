@@ -9,11 +9,13 @@ from .errors import UnsupportedError
 from .fingerprint import numerics_fingerprint
 from .plan import AttentionPlan, plan_attention
 from .policy import resolve
-from .tuning import DEFAULT_ORDER, ReductionOrder, Schedule
+from .prefill import PrefillState, mla_prefill, mla_prefill_paged, prefill_workspace_bytes, project_kv
+from .tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, PrefillSchedule, ReductionOrder, Schedule
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DEFAULT_ORDER", "AttentionPlan", "BatchLayout", "MLADims", "ReductionOrder", "Schedule", "Settings", "UnsupportedError", "merge_attn_states",
-    "mla_decode", "mla_extend", "numerics_fingerprint", "plan_attention", "resolve", "write_kv_cache",
+    "DEFAULT_ORDER", "DEFAULT_PREFILL_ORDER", "AttentionPlan", "BatchLayout", "MLADims", "PrefillOrder", "PrefillSchedule", "PrefillState", "ReductionOrder",
+    "Schedule", "Settings", "UnsupportedError", "merge_attn_states", "mla_decode", "mla_extend", "mla_prefill", "mla_prefill_paged", "numerics_fingerprint",
+    "plan_attention", "prefill_workspace_bytes", "project_kv", "resolve", "write_kv_cache",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .tuning import ARCHITECTURES, DEFAULT_ORDER, ReductionOrder, Schedule
+from .tuning import ARCHITECTURES, DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder, Schedule
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_KV_LORA_RANK = 512
@@ -20,6 +20,10 @@ MAX_NUM_HEADS = 128
 MAX_PROGRAMS_PER_SM = 16
 # Scratch memory of a call beyond which its row tiles are done in waves, one after another.
 MAX_WORKSPACE_BYTES = 1 << 30
+# Widest head of a prefill, for nope, rope and value columns alike.
+MAX_HEAD_DIM = 256
+# Tokens of a request that a paged prefill up-projects at a time: a quarter of a GB of keys and values for 128 heads of DeepSeek-V3.
+DEFAULT_CHUNK_TOKENS = 4096
 
 
 def split_table(seq_len: int, order: ReductionOrder = DEFAULT_ORDER) -> tuple[tuple[int, int], ...]:
@@ -192,6 +196,98 @@ def plan_attention(
         num_splits=num_splits, num_row_tiles=row_tiles, wave_row_tiles=wave,
         num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // wave)),
     )
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """How `mla_prefill_paged` is cut into launches: waves of heads, in each wave groups of requests, and of each group the chunks, ascending.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk, at absolute multiples of itself; num_chunks: of the longest possible request.
+        head_wave, request_group: heads and requests whose keys and values of one chunk are in the workspace together.
+        sums: fp32 numbers of a row's state besides its reference and value columns.
+    """
+
+    num_tokens: int
+    batch_size: int
+    num_heads: int
+    max_seq_len: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    sums: int
+    chunk_tokens: int
+    num_chunks: int
+    head_wave: int
+    request_group: int
+
+    @property
+    def sections(self) -> tuple[int, int, int, int, int]:
+        """Bytes of the workspace's parts: keys and values [request_group * chunk_tokens, head_wave, nope + v], rope keys [request_group *
+        chunk_tokens, P], and the state's acc, sums and reference (none where every request has one chunk). Each is a multiple of 16."""
+        tokens, rows = self.request_group * self.chunk_tokens, self.num_tokens * self.head_wave if self.num_chunks > 1 else 0
+        kv = tokens * self.head_wave * (self.qk_nope_head_dim + self.v_head_dim) * self.dtype.itemsize
+        return kv, tokens * self.qk_rope_head_dim * self.dtype.itemsize, 4 * rows * self.v_head_dim, 4 * rows * self.sums, 16 * -(-rows // 4)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch memory of a call, in bytes. Its contents need no initialisation."""
+        return sum(self.sections)
+
+
+def plan_prefill(
+    *,
+    num_tokens: int,
+    batch_size: int,
+    num_heads: int,
+    max_seq_len: int,
+    qk_nope_head_dim: int = 128,
+    qk_rope_head_dim: int = 64,
+    v_head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    order: PrefillOrder = DEFAULT_PREFILL_ORDER,
+) -> PrefillPlan:
+    """Plan a `mla_prefill_paged` call: as many requests, then heads, together as `MAX_WORKSPACE_BYTES` holds.
+
+    Raises:
+        ValueError: an argument the kernels cannot serve, by name.
+    """
+    for name, value, least in (("num_tokens", num_tokens, 0), ("batch_size", batch_size, 0), ("max_seq_len", max_seq_len, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} must be an int >= {least}")
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_NUM_HEADS:
+        raise ValueError(f"num_heads={num_heads!r} must be an int from 1 to {MAX_NUM_HEADS}")
+    check_head_dims(qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {DTYPES}")
+    if not isinstance(order, PrefillOrder):
+        raise ValueError(f"order={order!r} must be a PrefillOrder")
+    if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int) or chunk_tokens < 1 or chunk_tokens % order.block_n:
+        raise ValueError(f"chunk_tokens={chunk_tokens!r} must be a positive int, a multiple of order.block_n={order.block_n}")
+    num_chunks = max(1, -(-max_seq_len // chunk_tokens))
+    chunk = min(chunk_tokens, max(1, -(-max_seq_len // order.block_n)) * order.block_n)  # a single chunk may be shorter
+
+    pe_bytes = chunk * qk_rope_head_dim * dtype.itemsize
+    kv_bytes = chunk * (qk_nope_head_dim + v_head_dim) * dtype.itemsize  # of a head
+    state_bytes = 4 * num_tokens * (v_head_dim + order.sums + 1) if num_chunks > 1 else 0  # of a head
+    room = MAX_WORKSPACE_BYTES - 16  # the last part is rounded up to 16
+    requests = max(1, min(batch_size, (room - state_bytes * num_heads) // (kv_bytes * num_heads + pe_bytes)))
+    heads = num_heads if requests > 1 else max(1, min(num_heads, (room - pe_bytes) // (kv_bytes + state_bytes)))
+    return PrefillPlan(
+        num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, qk_nope_head_dim=qk_nope_head_dim,
+        qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, dtype=dtype, sums=order.sums, chunk_tokens=chunk, num_chunks=num_chunks,
+        head_wave=heads, request_group=requests,
+    )
+
+
+def check_head_dims(qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> None:
+    """Raise ValueError unless the prefill kernels serve these heads."""
+    dims = (("qk_nope_head_dim", qk_nope_head_dim, 16), ("qk_rope_head_dim", qk_rope_head_dim, 0), ("v_head_dim", v_head_dim, 16))
+    for name, value, least in dims:
+        if isinstance(value, bool) or not isinstance(value, int) or value % 16 or not least <= value <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}={value!r} must be a multiple of 16 from {least} to {MAX_HEAD_DIM}")
 
 
 def check_dims(kv_lora_rank: int, qk_rope_head_dim: int) -> None:

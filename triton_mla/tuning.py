@@ -52,6 +52,92 @@ DEFAULT_ORDER = ReductionOrder()
 
 
 @dataclass(frozen=True)
+class PrefillOrder:
+    """What may change bits of `mla_prefill` and `mla_prefill_paged`: the MHA form has an arithmetic of its own.
+
+    Attributes:
+        block_n: tokens of a KV tile, at multiples of itself from a request's first token.
+        reference_step: the softmax reference moves in steps of this many powers of two.
+        row_sum: how the weights of a row are summed. "tree": unrounded, halves added; "rounded_tree": as they multiply V, and unrounded for
+            lse; "dot": as they multiply V, through the tensor core, and an unrounded tree for lse.
+        input_precision, fp_fusion: as in `ReductionOrder`.
+    """
+
+    block_n: int = 128
+    reference_step: int = 8
+    row_sum: Literal["tree", "rounded_tree", "dot"] = "tree"
+    input_precision: Literal["ieee"] = "ieee"
+    fp_fusion: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.block_n) is not int or self.block_n not in (16, 32, 64, 128):
+            raise ValueError(f"block_n={self.block_n!r} must be the int 16, 32, 64 or 128")
+        if type(self.reference_step) is not int or self.reference_step not in (1, 2, 4, 8):
+            raise ValueError(f"reference_step={self.reference_step!r} must be the int 1, 2, 4 or 8")
+        if self.row_sum not in ("tree", "rounded_tree", "dot"):
+            raise ValueError(f"row_sum={self.row_sum!r} must be 'tree', 'rounded_tree' or 'dot'")
+        if self.input_precision != "ieee":
+            raise ValueError(f"input_precision={self.input_precision!r} must be 'ieee'")
+        if self.fp_fusion is not False:
+            raise ValueError(f"fp_fusion={self.fp_fusion!r} must be False: contraction left to the compiler differs between specialisations")
+
+    @property
+    def sums(self) -> int:
+        """fp32 numbers that a row's state keeps of its sums."""
+        return 8 if self.row_sum == "tree" else 16
+
+
+DEFAULT_PREFILL_ORDER = PrefillOrder()
+
+
+@dataclass(frozen=True)
+class PrefillSchedule:
+    """Who computes what in a prefill. No field can change a bit.
+
+    Attributes:
+        block_m: query tokens of a tile.
+        num_warps, num_stages: of the attention kernel.
+        block_k: 0: a tile's query stays in registers or shared memory; else nope columns of a product, the query being read again for each.
+        group_bytes: keys and values of the heads that run side by side, so that they stay in L2.
+    """
+
+    block_m: int = 128
+    num_warps: int = 8
+    num_stages: int = 2
+    block_k: int = 0
+    group_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("block_m", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("block_k", (0, 16, 32, 64, 128))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+        _positive_int("num_stages", self.num_stages, "a positive int")
+        _positive_int("group_bytes", self.group_bytes, "a positive int")
+
+
+@dataclass(frozen=True)
+class ProductSchedule:
+    """Tiles of the up-projection: block_s tokens, block_o columns, block_k latent columns of a product. No field can change a bit."""
+
+    block_s: int = 128
+    block_o: int = 128
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class PrefillTable:
+    """Schedules of one architecture: heads of up to 128 columns, ``wide`` ones, fp32 inputs; and the up-projection."""
+
+    narrow: PrefillSchedule
+    wide: PrefillSchedule
+    fp32: PrefillSchedule
+    product: ProductSchedule
+    product_fp32: ProductSchedule = ProductSchedule(block_s=64, block_o=64, block_k=32, num_warps=4, num_stages=1)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Who computes what, when. No field can change a bit; a GPU test proves it for every schedule of the tables.
 
@@ -127,6 +213,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gfx942": Architecture("gfx942", 65_536, few=replace(_SMALL, num_stages=2)),
     # One schedule whatever the batch: the interpreter's matmul is BLAS, whose bits depend on the tile shape.
     "interpreter": Architecture("interpreter", 1 << 40, few=Schedule(), rows16=Schedule(), fp32=Schedule()),
+}
+
+
+_PREFILL_FP32 = PrefillSchedule(block_m=16, num_warps=4, num_stages=1, block_k=32)
+_PREFILL_SMALL = PrefillTable(
+    narrow=PrefillSchedule(block_m=64, num_warps=4, num_stages=1), wide=PrefillSchedule(block_m=64, num_warps=8, num_stages=1),
+    fp32=_PREFILL_FP32, product=ProductSchedule(num_stages=2),
+)
+PREFILL_TABLES: dict[str, PrefillTable] = {
+    "sm_80": _PREFILL_SMALL,
+    "sm_86": _PREFILL_SMALL,
+    "sm_89": _PREFILL_SMALL,
+    "sm_90": PrefillTable(
+        narrow=PrefillSchedule(), wide=PrefillSchedule(block_m=128, num_warps=8, num_stages=1), fp32=_PREFILL_FP32, product=ProductSchedule(),
+    ),
+    "sm_100": _PREFILL_SMALL,
+    "sm_120": _PREFILL_SMALL,
+    "gfx942": _PREFILL_SMALL,
+    "interpreter": PrefillTable(*3 * (PrefillSchedule(block_m=64),), product=ProductSchedule(64, 64, 64), product_fp32=ProductSchedule(64, 64, 64)),
 }
 
 
