@@ -210,7 +210,7 @@ class TestVerify:
         data = json.loads(file.read_text(encoding="utf-8"))
         assert data["fingerprint"]["arch"] == "interpreter" and data["passed"]
         assert sum(row["comparisons"] for row in data["checks"]) > 60
-        assert "\r" not in answer.stderr
+        assert not answer.stderr  # no progress where there is no terminal, and no warnings
 
 
 def test_columns_line_up() -> None:
