@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ._common import finish, fma_scalar_rows, operand, round_to, softmax_step
-from .tree_sum import SUMS, fold, fold_sums
+from .tree_sum import SUMS, fold, fold_sums, halves
 
 
 @triton.jit
@@ -46,22 +46,35 @@ def find_request(tile, CU_SEQLENS_Q, num_tokens, batch_size, BLOCK_M: tl.constex
 
 
 @triton.jit
+def add_values(weights, V_ROWS, start, kv_len, acc, STRIDE_V: tl.constexpr, V_DIM: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
+               ALL_ROWS: tl.constexpr, EMULATE_BF16: tl.constexpr):
+    """acc + weights . V, tokens ascending, at most TOKENS in one product."""
+    if weights.shape[1] > TOKENS:
+        HALF: tl.constexpr = weights.shape[1] // 2
+        a, b = halves(weights)
+        acc = add_values(a, V_ROWS, start, kv_len, acc, STRIDE_V, V_DIM, TOKENS, PRECISION, ALL_ROWS, EMULATE_BF16)
+        return add_values(b, V_ROWS + HALF * STRIDE_V, start + HALF, kv_len, acc, STRIDE_V, V_DIM, TOKENS, PRECISION, ALL_ROWS, EMULATE_BF16)
+    else:
+        token = tl.arange(0, weights.shape[1])
+        val = tl.arange(0, acc.shape[1])
+        v = load_rows(V_ROWS + token[:, None] * STRIDE_V + val[None, :], start + token < kv_len, val, V_DIM, ALL_ROWS)
+        return tl.dot(weights, operand(v, EMULATE_BF16), acc, input_precision=PRECISION)
+
+
+@triton.jit
 def attend_tiles(
     first, end, q, q_rest, q_pe, Q_ROWS, q_ok, K, K_PE, V, kv_start, kv_len, seen, ref, total, mass, acc, scale_log2,
     STRIDE_K: tl.constexpr, STRIDE_PE: tl.constexpr, STRIDE_V: tl.constexpr, BLOCK_N: tl.constexpr, NOPE: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_REST: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
-    ROW_SUM: tl.constexpr, PRECISION: tl.constexpr, HOLD_Q: tl.constexpr,
+    BLOCK_REST: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr, ROW_SUM: tl.constexpr, PRECISION: tl.constexpr, HOLD_Q: tl.constexpr,
     MASKED: tl.constexpr, WITH_MASS: tl.constexpr, STAGES: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """State after the KV tiles from token ``first`` to ``end``. Without MASKED every row sees all of each."""
     token = tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_K)
     rope = tl.arange(0, BLOCK_P)
-    val = tl.arange(0, BLOCK_V)
     DTYPE: tl.constexpr = V.dtype.element_ty
     ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
     K_TILE = K + token[:, None] * STRIDE_K + col[None, :]
-    V_TILE = V + token[:, None] * STRIDE_V + val[None, :]
     PE_TILE = K_PE + token[:, None] * STRIDE_PE + rope[None, :]
     for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
         # rows past the end count as zeros, not as whatever lies there: 0 * NaN is NaN
@@ -96,8 +109,8 @@ def attend_tiles(
                 total = fma_scalar_rows(total, alpha, fold(weights.to(tl.float32)))
             if WITH_MASS:
                 mass = fma_scalar_rows(mass, alpha, fold(p))
-        v = operand(load_rows(V_TILE + row * STRIDE_V, inside, val, V_DIM, not MASKED), EMULATE_BF16)
-        acc = tl.dot(weights, v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = add_values(weights, V + row * STRIDE_V, start, kv_len, acc * alpha[:, None], STRIDE_V, V_DIM, BLOCK_N if HOLD_Q else BLOCK_K, PRECISION,
+                         not MASKED, EMULATE_BF16)
     return ref, total, mass, acc
 
 
@@ -191,11 +204,11 @@ def prefill_kernel(
         masked_from = tl.maximum(least, 0) // BLOCK_N * BLOCK_N
         ref, total, mass, acc = attend_tiles(
             0, masked_from, q, q_rest, q_pe, Q_ROW + col[None, :], valid, K, K_PE, VALUES, kv_start, kv_len, seen, ref, total, mass, acc, scale_log2,
-            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, BLOCK_V, STEP, ROW_SUM, PRECISION, HOLD_Q,
+            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, STEP, ROW_SUM, PRECISION, HOLD_Q,
             False, WITH_MASS, STAGES, EMULATE_BF16)
         ref, total, mass, acc = attend_tiles(
             masked_from, most, q, q_rest, q_pe, Q_ROW + col[None, :], valid, K, K_PE, VALUES, kv_start, kv_len, seen, ref, total, mass, acc, scale_log2,
-            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, BLOCK_V, STEP, ROW_SUM, PRECISION, HOLD_Q,
+            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, STEP, ROW_SUM, PRECISION, HOLD_Q,
             True, WITH_MASS, STAGES, EMULATE_BF16)
         acc_ok = valid[:, None] & (val < V_DIM)[None, :]
         if finished:
