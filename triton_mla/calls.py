@@ -63,6 +63,9 @@ class Call(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     out_shape: tuple[int, int, int]
+    workspace_bytes: int
+    rope_bytes: int  # from q_nope to q_pe where q is one tensor
+    scores_bytes: int  # from the partials to the scores
     held: tuple[Any, Any]  # the plan and the order given: their ids are among the facts
 
 
@@ -74,16 +77,17 @@ def attend(given: Given) -> Any:
     if torch.compiler.is_compiling():
         return _compiled(given)
     call = _call_of(given)
-    out, lse, workspace = given.out, given.lse, given.workspace
+    device, out, lse, workspace = call.device, given.out, given.lse, given.workspace
     if out is None:
-        out = torch.empty(call.out_shape, dtype=call.dtype, device=call.device)
-    if lse is None:
-        lse = torch.empty(call.out_shape[:2], dtype=torch.float32, device=call.device)
+        out = torch.empty(call.out_shape, dtype=call.dtype, device=device)
     if workspace is None:
-        size = call.prepared.plan.workspace_bytes
-        workspace = torch.empty(size, dtype=torch.uint8, device=call.device) if size else lse
-    with on_device(call.device):
-        if call.device.type != "cuda" or not _run_ready(call, given, out, lse, workspace):
+        workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=device)
+    if not given.return_lse:
+        lse = workspace  # an address for what is not stored
+    elif lse is None:
+        lse = torch.empty(call.out_shape[:2], dtype=torch.float32, device=device)
+    with on_device(device):
+        if device.type != "cuda" or not _run_ready(call, given, out, lse, workspace):
             _run(call, given, out, lse, workspace)
     return (out, lse) if given.return_lse else out
 
@@ -106,10 +110,10 @@ def _call_of(given: Given) -> Call:
 
 def _run_ready(call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor) -> bool:
     """Launch what an earlier call compiled, from addresses alone; False if there is nothing yet, or an address is not aligned to 16."""
-    q, plan = given.q, call.prepared.plan
+    q = given.q
     if isinstance(q, torch.Tensor):
         q_nope = q.data_ptr()
-        q_pe = q_nope + plan.kv_lora_rank * call.dtype.itemsize
+        q_pe = q_nope + call.rope_bytes
     else:
         q_nope, q_pe = q[0].data_ptr(), q[1].data_ptr()
     kv_cache, seq_lens, output, partials = given.kv_cache.data_ptr(), given.seq_lens.data_ptr(), out.data_ptr(), workspace.data_ptr()
@@ -118,20 +122,18 @@ def _run_ready(call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor, w
     starts = seq_lens if given.decode else given.cu_seqlens_q.data_ptr()
     return call.prepared.run_ready(
         Arguments(q_nope, q_pe, kv_cache, given.block_table.data_ptr(), starts, seq_lens, output, lse.data_ptr(), partials,
-                  partials + 4 * plan.partials_size, call.scale_log2), call.device.index)
+                  partials + call.scores_bytes, call.scale_log2), call.device.index)
 
 
 def _run(call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor) -> None:
     """Launch from tensors, compiling what is missing."""
     plan = call.prepared.plan
     q_nope, q_pe = given.q if not isinstance(given.q, torch.Tensor) else (given.q[..., : plan.kv_lora_rank], given.q[..., plan.kv_lora_rank :])
-    scratch = workspace
-    if plan.workspace_bytes:
-        if workspace.data_ptr() % 16:
-            raise ValueError(f"workspace begins at {workspace.data_ptr():#x}; it must be aligned to 16 bytes")
-        scratch = workspace[: plan.workspace_bytes].view(torch.float32)
+    if workspace.data_ptr() % 16:
+        raise ValueError(f"workspace begins at {workspace.data_ptr():#x}; it must be aligned to 16 bytes")
+    scratch = workspace[: call.workspace_bytes].view(torch.float32)
     starts = given.seq_lens if given.decode else given.cu_seqlens_q
-    call.prepared.run(Arguments(q_nope, q_pe, given.kv_cache, given.block_table, starts, given.seq_lens, out, lse, scratch,
+    call.prepared.run(Arguments(q_nope, q_pe, given.kv_cache, given.block_table, starts, given.seq_lens, out, lse if given.return_lse else scratch, scratch,
                                 scratch[plan.partials_size :], call.scale_log2))
 
 
@@ -155,7 +157,7 @@ def _prepare(given: Given) -> Call:
     num_pages, page_size, _ = c.kv_cache.shape
     device, dtype, capacity = c.kv_cache.device, c.kv_cache.dtype, c.block_table.shape[1] * page_size
     plan = _plan_for(given.plan, given.order, num_tokens, len(c.seq_lens), num_heads, capacity, R, c.q_pe.shape[2], dtype, page_size, given.decode, device)
-    checks.lengths(c.seq_lens, c.block_table, page_size, num_pages, None if given.decode else c.starts, num_tokens)
+    checks.lengths(c.seq_lens, c.block_table, page_size, num_pages, None if given.decode else c.starts, num_tokens, plan.max_seq_len)
     if given.workspace is not None:
         workspace = checks.tensor("workspace", given.workspace, dims=1, dtype=torch.uint8, device=device)
         if workspace.numel() < plan.workspace_bytes or workspace.data_ptr() % 16:
@@ -163,7 +165,8 @@ def _prepare(given: Given) -> Call:
                              f"plan.workspace_bytes={plan.workspace_bytes}, aligned to 16")
     out_strides = (num_heads * R, R) if given.out is None else given.out.stride()[:2]
     strides = Strides(c.q_nope.stride()[:2], c.q_pe.stride()[:2], c.kv_cache.stride()[:2], c.block_table.stride(0), out_strides)
-    return Call(PreparedAttention(plan, strides, capacity), c.scale * LOG2E, device, dtype, (num_tokens, num_heads, R), (given.plan, given.order))
+    return Call(PreparedAttention(plan, strides, capacity, given.return_lse), c.scale * LOG2E, device, dtype, (num_tokens, num_heads, R), plan.workspace_bytes,
+                R * dtype.itemsize, 4 * plan.partials_size, (given.plan, given.order))
 
 
 def _check(given: Given) -> Checked:

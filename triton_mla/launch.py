@@ -97,7 +97,7 @@ class Strides(NamedTuple):
     out: tuple[int, ...]
 
 
-def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int) -> list[Step]:
+def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) -> list[Step]:
     """All launches of a call: for each wave one pass or two phases, then the combine if a row can have partials.
 
     ``capacity``: tokens of a request that the block table has room for.
@@ -124,7 +124,7 @@ def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int) -> lis
                 one_pass_kernel, (row_tiles, plan.num_splits), _ONE_PASS,
                 (*strides.q_nope, *strides.q_pe, *strides.kv_cache, strides.block_table, *strides.out, *sizes, order.kv_split, *wave),
                 {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_R": triton.next_power_of_2(R), **block_p, "STEP": order.reference_step,
-                 **flags, "STAGES": schedule.num_stages, **ends}, first))
+                 **flags, "STAGES": schedule.num_stages, "WITH_LSE": with_lse, **ends}, first))
         else:
             steps.append(Step(
                 scores_kernel, (row_tiles, plan.num_score_programs), _SCORES,
@@ -135,27 +135,27 @@ def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int) -> lis
                 values_kernel, (row_tiles * slices, plan.num_splits), _VALUES,
                 (*strides.kv_cache, strides.block_table, *strides.out, *sizes, order.kv_split, *wave, plan.num_tiles),
                 {**tiling, "SPLIT_TILES": split_tiles, "R": R, "BLOCK_V": schedule.block_v, "STEP": order.reference_step, **flags,
-                 "STAGES": schedule.num_stages, **ends}, {**first, **dependent}))
+                 "STAGES": schedule.num_stages, "WITH_LSE": with_lse, **ends}, {**first, **dependent}))
         if plan.num_splits > 1:
             steps.append(Step(
                 combine_kernel, (row_tiles * schedule.block_rows, -(-R // width)), _COMBINE,
                 (*strides.out, plan.num_heads, plan.num_splits, plan.wave_rows),
-                {"R": R, "WIDTH": width, "AHEAD": COMBINE_AHEAD, **ends}, {"num_warps": 1, **dependent}))
+                {"R": R, "WIDTH": width, "AHEAD": COMBINE_AHEAD, "WITH_LSE": with_lse, **ends}, {"num_warps": 1, **dependent}))
     return [step for step in steps if 0 not in step.grid]
 
 
 class PreparedAttention:
     """The launches of every call with this plan and these strides. Once run with aligned tensors, it needs only their addresses."""
 
-    def __init__(self, plan: AttentionPlan, strides: Strides, capacity: int) -> None:
+    def __init__(self, plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) -> None:
         self.plan = plan
-        self._steps = attention_steps(plan, strides, capacity)
-        self._key = (plan.dtype, plan.schedule, plan.order, plan.kv_lora_rank, plan.qk_rope_head_dim, plan.decode, plan.page_size,
+        self._steps = attention_steps(plan, strides, capacity, with_lse)
+        self._key = (with_lse, plan.dtype, plan.schedule, plan.order, plan.kv_lora_rank, plan.qk_rope_head_dim, plan.decode, plan.page_size,
                      strides.q_nope, strides.q_pe, strides.kv_cache, strides.out)
         self._ready: list[tuple[Any, ...]] = []
 
     def run(self, args: Arguments) -> None:
-        """Launch for tensors. ``args.partials`` and ``args.scores``: fp32, aligned to 16."""
+        """Launch for tensors. ``args.partials``, ``args.scores``, ``args.lse``: fp32, the first two aligned to 16; nothing is stored in lse without ``with_lse``."""
         aligned = tuple(t.data_ptr() % 16 for t in (args.q_nope, args.q_pe, args.kv_cache, args.out, args.partials))
         key = (*self._key, aligned)
         compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]

@@ -56,14 +56,15 @@ class Launch:
         return "fp32" if name == "scale_log2" else "i32"
 
 
-def attention(schedule: Schedule, decode: bool, page_size: int) -> list[Launch]:
+def attention(schedule: Schedule, decode: bool, page_size: int, with_lse: bool = True) -> list[Launch]:
     """The attention kernels of a schedule, without the combine."""
     order = DEFAULT_ORDER
     tiling = {"ROWS": schedule.block_rows, "BLOCK_N": order.block_n}
     flags = {"PRECISION": order.input_precision, "DECODE": decode, "PAGE_SIZE": page_size}
     ends = {"PDL": schedule.pdl, "EMULATE_BF16": False}
     rope = {"P": P, "BLOCK_P": P}
-    walk = {"SPLIT_TILES": triton.next_power_of_2(order.kv_split // order.block_n), "R": R, "STEP": order.reference_step, "STAGES": schedule.num_stages}
+    walk = {"SPLIT_TILES": triton.next_power_of_2(order.kv_split // order.block_n), "R": R, "STEP": order.reference_step, "STAGES": schedule.num_stages,
+            "WITH_LSE": with_lse}
     first = {"num_warps": schedule.num_warps}
     if schedule.form == "one_pass":
         return [Launch(one_pass_kernel, {**tiling, **walk, "BLOCK_R": R, **rope, **flags, **ends}, first)]
@@ -75,7 +76,7 @@ def attention(schedule: Schedule, decode: bool, page_size: int) -> list[Launch]:
 
 def others(pdl: bool) -> list[Launch]:
     """The kernels that no schedule changes but for ``pdl``."""
-    combine = {"R": R, "WIDTH": COMBINE_WIDTH, "AHEAD": COMBINE_AHEAD, "PDL": pdl, "EMULATE_BF16": False}
+    combine = {"R": R, "WIDTH": COMBINE_WIDTH, "AHEAD": COMBINE_AHEAD, "WITH_LSE": True, "PDL": pdl, "EMULATE_BF16": False}
     return [
         Launch(combine_kernel, combine, {"num_warps": 1}),
         Launch(merge_attn_states_kernel, {"V": R, "BLOCK_V": R, "EMULATE_BF16": False}, {"num_warps": 1}),

@@ -33,14 +33,16 @@ def round_to(x, DTYPE: tl.constexpr, EMULATE_BF16: tl.constexpr):
 
 
 @triton.jit
-def sum_weights(p, weights, ones, totals, rests, alpha, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr):
+def sum_weights(
+    p, weights, ones, totals, rests, alpha, WITH_LSE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr
+):
     """Row sums of one tile's rounded weights, and of what rounding took from them, through the tensor core in ascending order.
 
     ``totals`` divides acc, which the same rounded weights made. With it alone lse is off by up to 4e-3 where one token dominates;
-    total + rest is right to 2^-16. A written tree over fp32 p cost 4 % here (its halves lie in different warps).
+    total + rest is right to 2^-16, and only lse needs it. A written tree over fp32 p cost 4 % here (its halves lie in different warps).
     """
     totals = tl.dot(weights, ones, totals * alpha[:, None], input_precision=PRECISION)
-    if tl.float32 != DTYPE:
+    if WITH_LSE and tl.float32 != DTYPE:
         rest = round_to(p - weights.to(tl.float32), DTYPE, EMULATE_BF16)
         rests = tl.dot(rest, ones, rests * alpha[:, None], input_precision=PRECISION)
     return totals, rests

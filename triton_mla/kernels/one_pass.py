@@ -19,7 +19,7 @@ def one_pass_kernel(
     num_tokens, batch_size, num_heads, max_seq_len, kv_split, first_row_tile, num_splits, num_rows,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr, DECODE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    WITH_LSE: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Grid (row tiles of a wave, splits): one split of one row tile. Rows that see one split are finished here, others leave a partial."""
     if PDL:
@@ -63,8 +63,8 @@ def one_pass_kernel(
             s = tl.where(pos[None, :] < seen[:, None], s, -float("inf"))
             ref, alpha, p = softmax_step(s, ref, scale_log2, STEP)
             weights = round_to(p, KV.dtype.element_ty, EMULATE_BF16)
-            totals, rests = sum_weights(p, weights, ones, totals, rests, alpha, KV.dtype.element_ty, PRECISION, EMULATE_BF16)
+            totals, rests = sum_weights(p, weights, ones, totals, rests, alpha, WITH_LSE, KV.dtype.element_ty, PRECISION, EMULATE_BF16)
             acc = tl.dot(weights, k, acc * alpha[:, None], input_precision=PRECISION)
         total = tl.max(totals, 1)  # the 16 columns are equal
         store_state(OUT, LSE, PARTIALS, ref, total, total + tl.max(rests, 1), acc, token, head, lat, lat_ok, valid, seen, split, 0, too_long, num_heads,
-                    stride_out_token, stride_out_head, kv_split, num_splits, num_rows, tl.program_id(0), ROWS, R, EMULATE_BF16)
+                    stride_out_token, stride_out_head, kv_split, num_splits, num_rows, tl.program_id(0), ROWS, R, WITH_LSE, EMULATE_BF16)

@@ -14,7 +14,7 @@ from ._common import finish, merge_states, round_to
 @triton.jit
 def store_state(
     OUT, LSE, PARTIALS, ref, total, mass, acc, token, head, cols, cols_ok, valid, seen, split, column_slice, too_long, num_heads, stride_out_token,
-    stride_out_head, kv_split, num_splits, num_rows, row_tile, ROWS: tl.constexpr, R: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    stride_out_head, kv_split, num_splits, num_rows, row_tile, ROWS: tl.constexpr, R: tl.constexpr, WITH_LSE: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Store the state of a row tile for the columns ``cols``; slice 0 stores what a row has once.
 
@@ -29,7 +29,7 @@ def store_state(
         finished = valid & (row_splits <= 1)
         out_ptr = OUT + token.to(tl.int64)[:, None] * stride_out_token + head[:, None] * stride_out_head + cols[None, :]
         tl.store(out_ptr, round_to(out, OUT.dtype.element_ty, EMULATE_BF16), mask=finished[:, None] & cols_ok[None, :])
-        if column_slice == 0:
+        if WITH_LSE and column_slice == 0:
             tl.store(LSE + row, tl.where(too_long, float("nan"), lse), mask=finished)
     if num_splits > 1:
         partial = valid & (row_splits > 1) & (split < row_splits)
@@ -40,7 +40,8 @@ def store_state(
             state = PARTIALS + num_rows.to(tl.int64) * num_splits * R
             tl.store(state + num_rows.to(tl.int64) * 3 * split + slot, ref, mask=partial)
             tl.store(state + num_rows.to(tl.int64) * (3 * split + 1) + slot, total, mask=partial)
-            tl.store(state + num_rows.to(tl.int64) * (3 * split + 2) + slot, mass, mask=partial)
+            if WITH_LSE:
+                tl.store(state + num_rows.to(tl.int64) * (3 * split + 2) + slot, mass, mask=partial)
             if split == 0:
                 ints = state + num_rows.to(tl.int64) * num_splits * 3
                 tl.store(ints + slot, tl.where(valid & (row_splits > 1), row_splits, 0).to(tl.float32, bitcast=True))
@@ -50,7 +51,7 @@ def store_state(
 @triton.jit(do_not_specialize=["num_heads", "num_splits", "num_rows"], do_not_specialize_on_alignment=["LSE"])
 def combine_kernel(
     OUT, LSE, PARTIALS, stride_out_token, stride_out_head, num_heads, num_splits, num_rows,
-    R: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    R: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, WITH_LSE: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Grid (rows of a wave, column slices of WIDTH): merge the partials of one row, ascending. AHEAD are loaded before the first is used."""
     slot = tl.program_id(0)
@@ -77,7 +78,7 @@ def combine_kernel(
             state = states + split * 3 * num_rows + slot
             refs = refs + (tl.load(state, mask=there, other=-float("inf")),)
             totals = totals + (tl.load(state + num_rows, mask=there, other=0.0),)
-            masses = masses + (tl.load(state + 2 * num_rows, mask=there, other=0.0),)
+            masses = masses + (tl.load(state + (2 * num_rows if WITH_LSE else num_rows), mask=there, other=0.0),)
             accs = accs + (tl.load(PARTIALS + (split * num_rows + slot)[:, None] * R + cols[None, :], mask=there[:, None] & (cols < R)[None, :], other=0.0),)
         for i in tl.static_range(AHEAD):
             ref, total, mass, acc = merge_states(ref, total, mass, acc, refs[i], totals[i], masses[i], accs[i])
@@ -86,5 +87,5 @@ def combine_kernel(
         token = row // num_heads
         out_ptr = OUT + token.to(tl.int64) * stride_out_token + (row % num_heads) * stride_out_head + cols
         tl.store(out_ptr[None, :], round_to(out, OUT.dtype.element_ty, EMULATE_BF16), mask=(cols < R)[None, :])
-        if tl.program_id(1) == 0:
+        if WITH_LSE and tl.program_id(1) == 0:
             tl.store(LSE + row + one, lse)

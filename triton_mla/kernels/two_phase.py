@@ -69,7 +69,8 @@ def values_kernel(
     stride_page, stride_slot, stride_table, stride_out_token, stride_out_head,
     num_tokens, batch_size, num_heads, max_seq_len, kv_split, first_row_tile, num_splits, num_rows, num_tiles,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_TILES: tl.constexpr, R: tl.constexpr, BLOCK_V: tl.constexpr, STEP: tl.constexpr,
-    PRECISION: tl.constexpr, DECODE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    PRECISION: tl.constexpr, DECODE: tl.constexpr, PAGE_SIZE: tl.constexpr, STAGES: tl.constexpr, WITH_LSE: tl.constexpr, PDL: tl.constexpr,
+    EMULATE_BF16: tl.constexpr,
 ):
     """Grid (row tiles of a wave * value slices, splits): one split of one row tile, for BLOCK_V value columns."""
     SLICES: tl.constexpr = (R + BLOCK_V - 1) // BLOCK_V
@@ -104,8 +105,8 @@ def values_kernel(
             v = operand(tl.load(KV + offset[:, None] + cols[None, :], mask=owned[:, None] & cols_ok[None, :], other=0.0), EMULATE_BF16)
             ref, alpha, p = softmax_step(s, ref, scale_log2, STEP)
             weights = round_to(p, KV.dtype.element_ty, EMULATE_BF16)
-            totals, rests = sum_weights(p, weights, ones, totals, rests, alpha, KV.dtype.element_ty, PRECISION, EMULATE_BF16)
+            totals, rests = sum_weights(p, weights, ones, totals, rests, alpha, WITH_LSE, KV.dtype.element_ty, PRECISION, EMULATE_BF16)
             acc = tl.dot(weights, v, acc * alpha[:, None], input_precision=PRECISION)
         total = tl.max(totals, 1)  # the 16 columns are equal
         store_state(OUT, LSE, PARTIALS, ref, total, total + tl.max(rests, 1), acc, token, head, cols, cols_ok, valid, seen, split, column_slice, too_long,
-                    num_heads, stride_out_token, stride_out_head, kv_split, num_splits, num_rows, tl.program_id(0) // SLICES, ROWS, R, EMULATE_BF16)
+                    num_heads, stride_out_token, stride_out_head, kv_split, num_splits, num_rows, tl.program_id(0) // SLICES, ROWS, R, WITH_LSE, EMULATE_BF16)
