@@ -19,6 +19,8 @@ class BatchLayout:
         seq_lens: tokens of each request in the cache, the new ones included; 0 marks a padded row.
         page_ids: the pages of each request, in position order.
         page_size: tokens of a page.
+        prompt_lens: tokens of each request's original prompt, which no preemption changes; None where the engine does not tell. A
+            request's must be the same in all of its steps: it decides which form its tokens take (`paths`).
 
     Raises:
         ValueError: a length or a page list that cannot be, by name and index.
@@ -28,6 +30,7 @@ class BatchLayout:
     seq_lens: Sequence[int]
     page_ids: Sequence[Sequence[int]]
     page_size: int = 64
+    prompt_lens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         check_page_size(self.page_size)
@@ -43,6 +46,13 @@ class BatchLayout:
                 raise ValueError(f"seq_lens[{i}]={seq_len} must be from 0 to {len(pages) * self.page_size}: page_ids[{i}] has {len(pages)} pages")
             if any(page < 0 for page in pages):
                 raise ValueError(f"page_ids[{i}]={list(pages)} must not be negative")
+        if self.prompt_lens is None:
+            return
+        if len(self.prompt_lens) != len(self.seq_lens):
+            raise ValueError(f"prompt_lens has {len(self.prompt_lens)} requests; it must have {len(self.seq_lens)}, as seq_lens")
+        for i, prompt_len in enumerate(self.prompt_lens):
+            if isinstance(prompt_len, bool) or not isinstance(prompt_len, int) or prompt_len < 0:
+                raise ValueError(f"prompt_lens[{i}]={prompt_len!r} must be an int >= 0")
 
     @property
     def is_decode(self) -> bool:
@@ -57,10 +67,14 @@ class BatchLayout:
     def max_seq_len(self) -> int:
         return max(self.seq_lens, default=0)
 
+    def table(self) -> torch.Tensor:
+        """[B, W] int32 block table on the host; W is the longest page list, and 0 fills up the others."""
+        width = max((len(pages) for pages in self.page_ids), default=0)
+        rows = [[*pages, *[0] * (width - len(pages))] for pages in self.page_ids]
+        return torch.tensor(rows, dtype=torch.int32).view(len(self.page_ids), width)
+
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(block_table [B, W], cu_seqlens_q [B + 1], seq_lens [B]), int32 on ``device``; W is the longest page list."""
-        width = max((len(pages) for pages in self.page_ids), default=0)
-        table = torch.tensor([[*pages, *[0] * (width - len(pages))] for pages in self.page_ids], dtype=torch.int32)
         starts = torch.tensor([0, *self.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lens = torch.tensor(list(self.seq_lens), dtype=torch.int32)
-        return table.view(len(self.page_ids), width).to(device), starts.to(device), lens.to(device)
+        return self.table().to(device), starts.to(device), lens.to(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triton_mla.paths import ABSORBED, CHUNKED, MHA
-from triton_mla.plan import MAX_KV_LORA_RANK, MAX_NUM_HEADS, MAX_QK_ROPE_HEAD_DIM
+from triton_mla.plan import MAX_HEAD_DIM, MAX_KV_LORA_RANK, MAX_NUM_HEADS, MAX_QK_ROPE_HEAD_DIM
 from triton_mla.tuning import ARCHITECTURES
 
 PREFILL, DECODE = "prefill", "decode"
@@ -179,8 +179,8 @@ BACKENDS: tuple[Backend, ...] = (
         num_heads=Sizes(step=1, limit=MAX_NUM_HEADS),
         kv_lora_rank=Sizes(step=16, limit=MAX_KV_LORA_RANK),
         qk_rope_head_dim=Sizes((0,), step=16, limit=MAX_QK_ROPE_HEAD_DIM),
-        qk_nope_head_dim=Sizes(step=16, limit=256),
-        v_head_dim=Sizes(step=16, limit=256),
+        qk_nope_head_dim=Sizes(step=16, limit=MAX_HEAD_DIM),
+        v_head_dim=Sizes(step=16, limit=MAX_HEAD_DIM),
         architectures=_ALL,
         prefill_form=MHA,
         automatic=_ALL,

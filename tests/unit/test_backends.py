@@ -10,7 +10,7 @@ from triton_mla.backends import BACKENDS, Request, Sizes, backend_named, select
 from triton_mla.capabilities import ABSORBED, DECODE, MHA, PHASES, PREFILL
 from triton_mla.config import Settings
 from triton_mla.errors import UnsupportedError
-from triton_mla.plan import check_dims, check_page_size
+from triton_mla.plan import check_dims, check_head_dims, check_page_size
 from triton_mla.tuning import ARCHITECTURES
 
 NAMES = [row.name for row in BACKENDS]
@@ -91,6 +91,11 @@ def test_the_row_of_triton_mla_says_what_the_kernels_check():
         assert (size in row.page_sizes) == accepted(check_page_size, size)
         assert (size in row.kv_lora_rank) == accepted(check_dims, size, 64)
         assert (size in row.qk_rope_head_dim) == accepted(check_dims, 512, size)
+    mha = backend_named("triton_mla_mha")
+    assert (mha.page_sizes, mha.kv_lora_rank, mha.qk_rope_head_dim) == (row.page_sizes, row.kv_lora_rank, row.qk_rope_head_dim)
+    for size in range(-1, 300):
+        assert (size in mha.qk_nope_head_dim) == accepted(check_head_dims, size, 64, 128)
+        assert (size in mha.v_head_dim) == accepted(check_head_dims, 128, 64, size)
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -1,0 +1,72 @@
+"""`BatchLayout`, and the device's view of it that a step has."""
+
+import pytest
+import torch
+
+from triton_mla import BatchLayout
+from triton_mla.paths import ABSORBED, MHA, PathRule
+from triton_mla.step import StepPlan
+
+RULE = PathRule(MHA)
+
+
+def layout(**changes):
+    good = {"query_lens": [1, 18, 2], "seq_lens": [5, 20, 0], "page_ids": [[7], [3, 1], []], "page_size": 16, "prompt_lens": [2, 20, 0]}
+    return BatchLayout(**{**good, **changes})
+
+
+def test_tensors():
+    table, starts, lens = layout().tensors("cpu")
+    assert table.tolist() == [[7, 0], [3, 1], [0, 0]] and starts.tolist() == [0, 1, 19, 21] and lens.tolist() == [5, 20, 0]
+    assert all(tensor.dtype == torch.int32 for tensor in (table, starts, lens))
+    assert (layout().num_tokens, layout().max_seq_len, layout().is_decode) == (21, 20, False)
+    assert BatchLayout([], [], []).tensors("cpu")[0].shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"query_lens": [1, 2]}, "equally many"),
+        ({"query_lens": [1, 21, 2]}, r"query_lens\[1\]=21"),
+        ({"seq_lens": [17, 20, 0]}, r"seq_lens\[0\]=17"),
+        ({"page_ids": [[-1], [3, 1], []]}, r"page_ids\[0\]=\[-1\]"),
+        ({"page_size": 8}, "page_size=8"),
+        ({"prompt_lens": [2, 20]}, "prompt_lens has 2 requests"),
+        ({"prompt_lens": [2, 20, -1]}, r"prompt_lens\[2\]=-1"),
+        ({"prompt_lens": [2, None, 0]}, r"prompt_lens\[1\]=None"),
+    ],
+)
+def test_bad_layouts(changes, word):
+    with pytest.raises(ValueError, match=word):
+        layout(**changes)
+
+
+def test_slots_of_a_step():
+    plan = StepPlan.from_layout(layout(), paths=RULE, device="cpu")
+    assert plan.slot_mapping.tolist() == [7 * 16 + 4, *range(3 * 16 + 2, 4 * 16), *range(16, 20), -1, -1]
+    assert plan.num_tokens == 21 and not plan.padded
+
+
+def test_a_form_whose_rows_lie_together_is_a_view():
+    plan = StepPlan.from_layout(layout(), paths=RULE, device="cpu")
+    assert plan.mha.tokens == slice(1, 19) and plan.mha.block_table.tolist() == [[3, 1]]
+    assert (plan.mha.cu_seqlens_q.tolist(), plan.mha.seq_lens.tolist(), plan.mha.max_seq_len) == ([0, 18], [20], 20)
+    assert plan.absorbed.tokens.tolist() == [0, 19, 20] and plan.absorbed.block_table.tolist() == [[7, 0], [0, 0]]
+    assert (plan.absorbed.cu_seqlens_q.tolist(), plan.absorbed.seq_lens.tolist()) == ([0, 1, 3], [5, 0])
+    assert not plan.absorbed.one_each
+    rows = torch.arange(21)
+    assert plan.mha.take(rows).tolist() == list(range(1, 19)) and plan.absorbed.take(rows).tolist() == [0, 19, 20]
+
+
+def test_one_form_alone_takes_the_batch_as_it_is():
+    plan = StepPlan.from_layout(layout(), paths=PathRule(ABSORBED), device="cpu")
+    assert plan.mha is None and plan.absorbed.tokens == slice(0, 21) and not plan.absorbed.one_each
+    decode = StepPlan.from_layout(layout(query_lens=[1, 1, 1], prompt_lens=[2, 3, 0]), paths=RULE, device="cpu")
+    assert decode.mha is None and decode.absorbed.one_each and decode.absorbed.tokens == slice(0, 3)
+
+
+def test_a_chunk_over_the_end_of_the_prompt_has_both_forms():
+    plan = StepPlan.from_layout(layout(query_lens=[1, 18, 2], prompt_lens=[5, 15, 0]), paths=RULE, device="cpu")
+    assert plan.mha.tokens == slice(0, 14) and plan.mha.seq_lens.tolist() == [5, 15]
+    assert plan.absorbed.tokens == slice(14, 21) and plan.absorbed.seq_lens.tolist() == [20, 0]
+    assert plan.absorbed.cu_seqlens_q.tolist() == [0, 5, 7]

@@ -1,0 +1,128 @@
+"""One engine step for all layers: which query rows take which form, and where their keys and values lie, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .batch import BatchLayout
+from .paths import PathRule, Segment, split_batch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The query rows of one form: at most one segment of each request.
+
+    tokens: which of the step's tokens, as a slice where they lie together, else as int64 indices [n].
+    block_table [B', W], cu_seqlens_q [B' + 1], seq_lens [B']: int32, as `mla_extend` takes them; a request's seq_len ends with its segment.
+    one_each: whether every segment is one token, as `mla_decode` takes it. max_seq_len: bound of seq_lens; None: that of the block table.
+    """
+
+    tokens: slice | torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    one_each: bool
+    max_seq_len: int | None = None
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of a tensor that has one for each of the step's tokens; a view where they lie together."""
+        return tensor[self.tokens] if isinstance(self.tokens, slice) else tensor.index_select(0, self.tokens)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every layer of a step needs of the batch. Made once a step, on the host and without waiting for the device.
+
+    num_tokens: query tokens T, padding included. slot_mapping: [T] int64, as `write_kv_cache` takes it, -1 for padding.
+    mha, absorbed: the rows of each form, None where there are none. padded: whether some tokens belong to neither; their output is 0.
+    """
+
+    num_tokens: int
+    slot_mapping: torch.Tensor
+    mha: Rows | None
+    absorbed: Rows | None
+    padded: bool = False
+
+    @classmethod
+    def from_layout(cls, layout: BatchLayout, *, paths: PathRule, device: torch.device | str) -> StepPlan:
+        """The plan of a step that the host knows all of, `layout.page_ids` included.
+
+        Raises ValueError: the rule needs `layout.prompt_lens`, or a prompt is cut that it wants whole.
+        """
+        device = torch.device(device)
+        table = layout.table()
+        lengths = torch.tensor(layout.query_lens, dtype=torch.int64), torch.tensor(layout.seq_lens, dtype=torch.int64)
+        slots = _slots(*lengths, table, layout.page_size)
+        return cls.from_lengths(layout.query_lens, layout.seq_lens, _sent(table, device), _sent(slots, device), paths=paths, prompt_lens=layout.prompt_lens)
+
+    @classmethod
+    def from_lengths(
+        cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, slot_mapping: torch.Tensor, *, paths: PathRule,
+        prompt_lens: Sequence[int | None] | None = None,
+    ) -> StepPlan:
+        """The plan for an engine that has the lengths on the host, and table and slots on the device already.
+
+        Args:
+            query_lens, seq_lens, prompt_lens: of each request, as in `BatchLayout`.
+            block_table: [B, W] int32; slot_mapping: [T] int64. Tokens past the sum of query_lens are padding.
+        """
+        if block_table.dim() != 2 or block_table.shape[0] != len(query_lens):
+            raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must have a row for each of the {len(query_lens)} requests")
+        total = sum(query_lens)
+        num_tokens = slot_mapping.shape[0]
+        if num_tokens < total:
+            raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}; it must have a slot for each of the {total} query tokens")
+        mha, absorbed = split_batch(query_lens, seq_lens, prompt_lens, paths)
+        return cls(num_tokens, slot_mapping, _rows(mha, block_table), _rows(absorbed, block_table), num_tokens > total)
+
+    @classmethod
+    def decode(cls, block_table: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor) -> StepPlan:
+        """The plan of one *generated* token for each request, over tensors on the device only: what a CUDA graph captures.
+
+        A row of padding has seq_len 0 and slot -1. A prompt's last token is no generated one, even if it comes alone.
+        """
+        starts = torch.arange(len(slot_mapping) + 1, dtype=torch.int32, device=slot_mapping.device)
+        return cls(len(slot_mapping), slot_mapping, None, Rows(slice(None), block_table, starts, seq_lens, True))
+
+
+def _rows(segments: Sequence[Segment], block_table: torch.Tensor) -> Rows | None:
+    if not segments:
+        return None
+    device = block_table.device
+    first, last = segments[0], segments[-1]
+    counts = torch.tensor([s.query_len for s in segments])
+    starts = torch.zeros(len(segments) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=starts[1:])
+    total = int(starts[-1])
+    tokens: slice | torch.Tensor = slice(first.first, first.first + total)
+    if last.first + last.query_len != first.first + total:
+        firsts = torch.tensor([s.first for s in segments])
+        tokens = _sent(torch.arange(total) + torch.repeat_interleave(firsts - starts[:-1], counts), device)
+    if last.request - first.request + 1 == len(segments):
+        table = block_table[first.request : last.request + 1]
+    else:
+        table = block_table.index_select(0, _sent(torch.tensor([s.request for s in segments]), device))
+    lens = [s.seq_len for s in segments]
+    cu_seqlens_q, seq_lens = (_sent(values.to(torch.int32), device) for values in (starts, torch.tensor(lens)))
+    return Rows(tokens, table, cu_seqlens_q, seq_lens, total == len(segments), max(lens))
+
+
+def _slots(query_lens: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[T] int64 slots of the query tokens; -1 for those of a request of length 0, which is padding."""
+    ends = query_lens.cumsum(0)
+    total = int(query_lens.sum())
+    request = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
+    position = torch.arange(total) - (ends - seq_lens)[request]
+    there = seq_lens[request] > 0
+    page = table[request[there], position[there] // page_size]
+    slots = torch.full((total,), -1, dtype=torch.int64)
+    slots[there] = page.to(torch.int64) * page_size + position[there] % page_size
+    return slots
+
+
+def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on ``device``: from pinned memory, since a copy from pageable memory waits for the stream."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
