@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 
+from prefill_cases import Mha  # noqa: E402
+
 from triton_mla.reference import mla_absorbed  # noqa: E402
 from triton_mla.testing import (  # noqa: E402
     PagedBatch,
@@ -250,3 +252,19 @@ def mla(device: torch.device, interpreter: None) -> Mla:
 def mla_each(request: pytest.FixtureRequest, mla: Mla) -> Mla:
     """`mla` in each dtype."""
     return mla.with_dtype(DTYPES[request.param])
+
+
+@pytest.fixture(scope="session")
+def mha(mla: Mla) -> Mha:
+    """The prefill with real dims in bf16 on a GPU; under the interpreter with small ones, and narrow tiles, in fp32."""
+    from triton_mla.tuning import PrefillOrder
+
+    if ON_GPU:
+        return Mha(Rows, mla.device, torch.bfloat16, 4, 128, 64, 128, PrefillOrder(), rank=512, page_size=64)
+    return Mha(Rows, mla.device, torch.float32, 2, 32, 16, 32, PrefillOrder(block_n=32))
+
+
+@pytest.fixture(params=list(DTYPES), scope="session")
+def mha_each(request: pytest.FixtureRequest, mha: Mha) -> Mha:
+    """`mha` in each dtype."""
+    return mha.with_(dtype=DTYPES[request.param])
