@@ -88,6 +88,18 @@ class TestExplain:
         sizes = [request[name] for name in ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "page_size")]
         assert sizes == [64, 256, 64, 32]
 
+    def test_the_form_of_tokens(self, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["explain", "--arch", "sm_90", "--batch-invariant", "1", "--token-roles"]
+        assert cli.main(argv) == 0
+        assert "a token before the end of its request's original prompt takes the mha form" in capsys.readouterr().out
+        assert cli.main([*argv, "--chunked-prefix", "0", "--json"]) == 0
+        forms = json_of(capsys)["forms"]
+        assert forms["prompt"] == "absorbed" and "chunked_prefix=0" in forms["reason"] and forms["batch_invariant"]
+        assert cli.main([*argv, "--chunked-prefix", "0", "--whole-prompts", "--json"]) == 0
+        assert json_of(capsys)["forms"]["prompt"] == "mha"
+        assert cli.main([*argv, "--prefix-caching", "keep", "--prefill-path", "mha"]) == 1
+        assert "prefix_caching=keep (argument): only the absorbed form reproduces generated tokens" in capsys.readouterr().out
+
     @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
     def test_unsupported_is_1_with_reasons(self, form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["explain", "--arch", "sm_90", "--batch-invariant", "1", "--decode-backend", "flashmla", *form]
