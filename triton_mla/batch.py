@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,8 +71,14 @@ class BatchLayout:
     def table(self) -> torch.Tensor:
         """[B, W] int32 block table on the host; W is the longest page list, and 0 fills up the others."""
         width = max((len(pages) for pages in self.page_ids), default=0)
-        rows = [[*pages, *[0] * (width - len(pages))] for pages in self.page_ids]
-        return torch.tensor(rows, dtype=torch.int32).view(len(self.page_ids), width)
+        if not width:
+            return torch.zeros(len(self.page_ids), 0, dtype=torch.int32)
+        # An array of C ints: a list of lists takes torch ten times as long, every step.
+        ids = array("i")
+        for pages in self.page_ids:
+            ids.extend(pages)
+            ids.extend([0] * (width - len(pages)))
+        return torch.frombuffer(ids, dtype=torch.int32).view(len(self.page_ids), width)
 
     def tensors(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(block_table [B, W], cu_seqlens_q [B + 1], seq_lens [B]), int32 on ``device``; W is the longest page list."""

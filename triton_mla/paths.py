@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from triton_mla.config import AUTO, Settings
 from triton_mla.errors import UnsupportedError
@@ -64,8 +65,7 @@ def token_path(position: int, prompt_len: int | None, rule: PathRule) -> str:
     return MHA if position < mha_tokens(prompt_len, rule) else ABSORBED
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Neighbouring query tokens of one request that take one form.
 
     request: its index in the batch. first: index of the first token among the query tokens of the batch. query_len: how many tokens.
