@@ -26,7 +26,8 @@ def tensor_core_dot() -> Iterator[None]:
         for start in range(0, left.shape[-1], GROUP):
             group = np.zeros_like(total)
             for k in range(start, min(start + GROUP, left.shape[-1])):
-                group += left[..., :, k, None] * right[..., None, k, :]
+                with np.errstate(invalid="ignore"):  # infinity times zero is NaN, as on a GPU
+                    group += left[..., :, k, None] * right[..., None, k, :]
             total += group
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
