@@ -203,7 +203,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Measured on an H200: docs/performance.md. The others follow its shape, as far as their shared memory goes.
     "sm_90": Architecture(
         "sm_90", 232_448,
-        few=Schedule(form="two_phase", num_warps=8, num_stages=3, score_warps=8, pdl=True),
+        few=Schedule(form="two_phase", num_stages=4, score_warps=8, pdl=True),
         rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
         full16=Schedule(num_warps=4, num_stages=2, pdl=True),
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),

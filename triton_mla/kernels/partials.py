@@ -35,7 +35,7 @@ def store_state(
         partial = valid & (row_splits > 1) & (split < row_splits)
         slot = row_tile * ROWS + tl.arange(0, ROWS)
         at = num_rows.to(tl.int64) * split + slot
-        tl.store(PARTIALS + at[:, None] * R + cols[None, :], acc, mask=partial[:, None] & cols_ok[None, :])
+        tl.store(PARTIALS + at[:, None] * R + cols[None, :], acc, mask=partial[:, None] & cols_ok[None, :], eviction_policy="evict_last")
         if column_slice == 0:
             state = PARTIALS + num_rows.to(tl.int64) * num_splits * R
             tl.store(state + num_rows.to(tl.int64) * 3 * split + slot, ref, mask=partial)
