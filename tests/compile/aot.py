@@ -24,8 +24,8 @@ from triton_mla.tuning import DEFAULT_ORDER, Schedule
 
 R, P = 512, 64
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-INTS = {"BLOCK_TABLE": "*i32", "CU_SEQLENS_Q": "*i32", "SEQ_LENS": "*i32", "SLOT_MAPPING": "*i64"}
-FLOATS = {"LSE", "LSE_A", "LSE_B", "PARTIALS", "SCORES"}
+INTS = {**dict.fromkeys(("BLOCK_TABLE", "CU_SEQLENS_Q", "SEQ_LENS", "KV_LENGTHS", "POSITIONS"), "*i32"), "SLOT_MAPPING": "*i64"}
+FLOATS = {"LSE", "LSE_A", "LSE_B", "PARTIALS", "SCORES", "REFERENCE", "TOTAL", "ACC"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""The prefill kernels, compiled for every architecture of the tables: they fit, hold no atomics, use the matrix instruction meant, and do not spill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aot
+import pytest
+import torch
+from test_aot import PRODUCTS, check_fits
+
+from triton_mla import prefill_launch
+from triton_mla.launch import INTERPRETED
+from triton_mla.plan import plan_prefill
+from triton_mla.tuning import DEFAULT_PREFILL_ORDER, PREFILL_TABLES
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(INTERPRETED, reason="under TRITON_INTERPRET=1 nothing can be compiled; run with TRITON_INTERPRET=0"),
+]
+
+ARCHS = [arch for arch in PREFILL_TABLES if arch != "interpreter"]
+HEADS = {"narrow": (128, 64, 128), "wide": (192, 64, 256)}
+# Stores and loads of spilled registers in the loop over whole tiles, at most, as measured with triton 3.6.
+SPILLS = {"narrow": 0, "wide": 8}
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype, heads: str, max_seq_len: int = 1) -> list[aot.Launch]:
+    """What a paged prefill of 128 heads launches on this architecture: the up-projection and the attention of each chunk."""
+    nope, rope, value = HEADS[heads]
+    caught = []
+
+    def launch(kernel: Any, _key: Any, _grid: Any, _args: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
+        caught.append(aot.Launch(kernel, constants, options))
+
+    monkeypatch.setattr(prefill_launch, "launch", launch)
+    monkeypatch.setattr(prefill_launch, "device_facts", lambda _device: (arch, 1))
+    plan = plan_prefill(num_tokens=1, batch_size=1, num_heads=128, max_seq_len=max_seq_len, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value,
+                        dtype=dtype, chunk_tokens=128)
+    ints = torch.zeros(1, 1, dtype=torch.int32)
+    prefill_launch.attend_paged(
+        plan, torch.zeros(1, 128, nope + rope, dtype=dtype), torch.zeros(1, 64, 512 + rope, dtype=dtype), torch.zeros(128 * (nope + value), 512, dtype=dtype),
+        ints, torch.zeros(2, dtype=torch.int32), ints[0], 1.0, torch.zeros(1, 128, value, dtype=dtype), torch.zeros(1, 128),
+        torch.zeros(plan.workspace_bytes, dtype=torch.uint8), DEFAULT_PREFILL_ORDER, None, max_seq_len)
+    return caught
+
+
+def plain(launch: aot.Launch) -> aot.Launch:
+    """The same attention over keys that are all there."""
+    return aot.Launch(launch.kernel, {**launch.constants, "CHUNKED": False}, launch.options)
+
+
+def products(arch: str, dtype: torch.dtype, rows: int) -> set[str]:
+    if arch.startswith("gfx"):
+        return {"mfma"}
+    if dtype == torch.float32:
+        return set()
+    return {"wgmma"} if arch == "sm_90" and rows >= 64 else {"tcgen05"} if arch == "sm_100" and rows >= 64 else {"mma"}
+
+
+CASES = [pytest.param(arch, heads, torch.bfloat16, id=f"{arch}-{heads}-bf16") for arch in ARCHS for heads in HEADS]
+# Those with the least shared memory: the fp32 schedule is the same for all.
+CASES += [pytest.param(arch, heads, torch.float32, id=f"{arch}-{heads}-fp32") for arch in ("sm_86", "gfx942") for heads in HEADS]
+
+
+@pytest.mark.parametrize(("arch", "heads", "dtype"), CASES)
+def test_every_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, heads: str, dtype: torch.dtype) -> None:
+    up_projection, attention = launches(monkeypatch, arch, dtype, heads)
+    for launch, rows in ((plain(attention), attention.constants["BLOCK_M"]), (up_projection, up_projection.constants["BLOCK_S"])):
+        text = check_fits(arch, launch, launch.compile(arch, dtype))
+        used = {kind for kind, instruction in PRODUCTS.items() if instruction in text}
+        assert used == products(arch, dtype, rows), launch.kernel.__name__
+
+
+def test_chunks_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk, which keeps a state, one between, and the last."""
+    attention = launches(monkeypatch, "sm_90", torch.bfloat16, "narrow", max_seq_len=300)[1::2]
+    assert [(a.constants["RESUME"], a.constants["KEEP"]) for a in attention] == [(False, True), (True, True), (True, False)]
+    for launch in attention:
+        check_fits("sm_90", launch, launch.compile("sm_90", torch.bfloat16))
+
+
+@pytest.mark.parametrize("change", [{"CAUSAL": False}, {"HAS_POSITIONS": True, "KEEP": True}, {"WITH_LSE": False}], ids=str)
+def test_forms_on_hopper(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
+    launch = plain(launches(monkeypatch, "sm_90", torch.bfloat16, "narrow")[1])
+    launch.constants.update(change)
+    check_fits("sm_90", launch, launch.compile("sm_90", torch.bfloat16))
+
+
+@pytest.mark.parametrize("heads", SPILLS)
+def test_spills_in_the_loop(monkeypatch: pytest.MonkeyPatch, heads: str, tmp_path: Path) -> None:
+    launch = plain(launches(monkeypatch, "sm_90", torch.bfloat16, heads)[1])
+    found, spills = aot.loop_spills(launch.compile("sm_90", torch.bfloat16), "HGMMA", tmp_path)
+    assert found >= 20  # Q.K^T of nope and rope, and P.V
+    assert spills <= SPILLS[heads]
