@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import triton
 
-from triton_mla.tuning import DEFAULT_ORDER, ReductionOrder, arch_of
+from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder, arch_of
 
 NUMERICS_REVISION = 1
 """Raised by a release whose results differ in any bit from those before it. `verify` compares golden digests under one
 fingerprint, so a change of bits without a new revision is a failed check."""
 
-_SOURCES = ("kernels/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py")
+_SOURCES = ("kernels/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py")
 
 
 def source_files() -> dict[str, str]:
@@ -29,7 +29,7 @@ def source_files() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """SHA-256 (hex) over the kernel files, `plan.py`, `tuning.py`, `attention.py`, `calls.py` and `launch.py`."""
+    """SHA-256 (hex) over the kernel files and the modules between them and the public operations (`source_files`)."""
     return _digest(source_files())
 
 
@@ -44,6 +44,7 @@ def numerics_fingerprint(
     arch: str | None = None,
     kv_lora_rank: int = 512,
     qk_rope_head_dim: int = 64,
+    prefill_order: PrefillOrder = DEFAULT_PREFILL_ORDER,
 ) -> dict[str, Any]:
     """Everything that can change the bits of `out` and `lse` for given inputs.
 
@@ -53,10 +54,11 @@ def numerics_fingerprint(
         arch: name of the architecture ("sm_90", "interpreter", ...); None takes that of the current GPU, else that of
             the CPU (`tuning.arch_of`).
         kv_lora_rank, qk_rope_head_dim: latent and rope dims (elements) of a cached token.
+        prefill_order: the order of `mla_prefill` and `mla_prefill_paged`.
 
     Returns:
-        A json-able dict. `digest` (SHA-256, hex) covers `revision`, `order`, `arch`, `triton`, `dtype` and the two
-        dims, and under the interpreter `numpy`: equal digests and equal inputs give equal bits. `kernel_sources` is the
+        A json-able dict. `digest` (SHA-256, hex) covers `revision`, the two orders, `arch`, `triton`, `dtype` and the
+        two dims, and under the interpreter `numpy`: equal digests and equal inputs give equal bits. `kernel_sources` is the
         digest of the source files; it is evidence and not part of `digest`, since an edit of a schedule changes files
         but no bits. Nothing names the machine: two machines of one kind give the same dict.
     """
@@ -65,6 +67,7 @@ def numerics_fingerprint(
     numerics: dict[str, Any] = {
         "revision": NUMERICS_REVISION,
         "order": dataclasses.asdict(order),
+        "prefill_order": dataclasses.asdict(prefill_order),
         "arch": arch,
         "triton": triton.__version__,
         "dtype": str(dtype).removeprefix("torch."),

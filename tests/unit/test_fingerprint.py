@@ -16,7 +16,7 @@ import triton
 
 from triton_mla import fingerprint
 from triton_mla.fingerprint import numerics_fingerprint, source_digest, source_files
-from triton_mla.tuning import DEFAULT_ORDER, ReductionOrder
+from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder
 
 
 def digest(**options: Any) -> str:
@@ -38,6 +38,13 @@ def test_every_field_of_the_reduction_order_changes_it(field: str) -> None:
     order = dataclasses.replace(DEFAULT_ORDER)
     object.__setattr__(order, field, other_values(order)[field])
     assert digest(order=order) != digest()
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(PrefillOrder)])
+def test_every_field_of_the_prefill_order_changes_it(field: str) -> None:
+    order = dataclasses.replace(DEFAULT_PREFILL_ORDER)
+    object.__setattr__(order, field, "another value")
+    assert digest(prefill_order=order) != digest()
 
 
 @pytest.mark.parametrize(
