@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from triton_mla.verification.controls import Control
-from triton_mla.verification.interpreter import tensor_core_dot
+from triton_mla.verification.interpreter import patched_once, tensor_core_dot
 from triton_mla.verification.profiles import Profile
 from triton_mla.verification.report import CheckResult, ControlResult, Status
 from triton_mla.verification.trial import Check, NotHereError, Trial
@@ -91,8 +91,11 @@ def trials_of(device: torch.device, profile: Profile) -> tuple[Trial, ...]:
 
 def run_row(item: Check | Control, device: torch.device, profile: Profile) -> CheckResult | ControlResult:
     """Runs a check or a control, under the interpreter with a product whose rows do not depend on their place."""
-    guard: Any = tensor_core_dot() if device.type == "cpu" else contextlib.nullcontext()
-    with guard, warnings.catch_warnings():
+    with contextlib.ExitStack() as guards:
+        if device.type == "cpu":
+            guards.enter_context(tensor_core_dot())
+            guards.enter_context(patched_once())
+        guards.enter_context(warnings.catch_warnings())
         # of triton's interpreter, at the maximum of a neighbour's row that is full of NaN
         warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
         trials = trials_of(device, profile)
