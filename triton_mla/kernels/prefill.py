@@ -65,7 +65,8 @@ def add_values(weights, V_ROWS, start, kv_len, acc, STRIDE_V: tl.constexpr, V_DI
 def attend_tiles(
     first, end, q, q_rest, q_pe, Q_ROWS, q_ok, K, K_PE, V, kv_start, kv_len, seen, ref, total, mass, acc, scale_log2,
     STRIDE_K: tl.constexpr, STRIDE_PE: tl.constexpr, STRIDE_V: tl.constexpr, BLOCK_N: tl.constexpr, NOPE: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_REST: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr, ROW_SUM: tl.constexpr, PRECISION: tl.constexpr, HOLD_Q: tl.constexpr,
+    BLOCK_REST: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr, ROW_SUM: tl.constexpr,
+    PRECISION: tl.constexpr, HOLD_Q: tl.constexpr,
     MASKED: tl.constexpr, WITH_MASS: tl.constexpr, STAGES: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """State after the KV tiles from token ``first`` to ``end``. Without MASKED every row sees all of each."""
