@@ -54,17 +54,13 @@ def _(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torc
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-def _prefill_order(block_n: int, reference_step: int, row_sum: Any) -> PrefillOrder:
-    return PrefillOrder(block_n=block_n, reference_step=reference_step, row_sum=row_sum)
-
-
 @torch.library.custom_op("triton_mla::prefill", mutates_args=())
 def prefill(
     q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     softmax_scale: float, causal: bool, positions: torch.Tensor | None, reference: torch.Tensor | None, total: torch.Tensor | None,
-    acc: torch.Tensor | None, block_n: int, reference_step: int, row_sum: str,
+    acc: torch.Tensor | None, block_n: int, reference_step: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    order = _prefill_order(block_n, reference_step, row_sum)
+    order = PrefillOrder(block_n, reference_step)
     state = None if reference is None or total is None or acc is None else mha.PrefillState(reference, total, acc, order)
     out, lse = mha.mla_prefill(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal, positions=positions,
                                state=state, return_lse=True, order=order)
@@ -75,7 +71,7 @@ def prefill(
 def _(
     q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     softmax_scale: float, causal: bool, positions: torch.Tensor | None, reference: torch.Tensor | None, total: torch.Tensor | None,
-    acc: torch.Tensor | None, block_n: int, reference_step: int, row_sum: str,
+    acc: torch.Tensor | None, block_n: int, reference_step: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=torch.float32)
 
@@ -84,9 +80,9 @@ def _(
 def prefill_state(
     q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     softmax_scale: float, causal: bool, positions: torch.Tensor | None, reference: torch.Tensor, total: torch.Tensor, acc: torch.Tensor,
-    block_n: int, reference_step: int, row_sum: str,
+    block_n: int, reference_step: int,
 ) -> None:
-    state = mha.PrefillState(reference, total, acc, _prefill_order(block_n, reference_step, row_sum))
+    state = mha.PrefillState(reference, total, acc, PrefillOrder(block_n, reference_step))
     mha.mla_prefill(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal, positions=positions, state=state,
                     return_state=True)
 
@@ -95,11 +91,11 @@ def prefill_state(
 def prefill_paged(
     q: torch.Tensor, kv_cache: torch.Tensor, w_kv_b: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
     softmax_scale: float, qk_nope_head_dim: int, v_head_dim: int, kv_lora_rank: int, chunk_tokens: int, max_seq_len: int, block_n: int,
-    reference_step: int, row_sum: str,
+    reference_step: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = mha.mla_prefill_paged(q, kv_cache, w_kv_b, block_table, cu_seqlens_q, seq_lens, softmax_scale=softmax_scale,
                                      qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim, kv_lora_rank=kv_lora_rank, chunk_tokens=chunk_tokens,
-                                     max_seq_len=max_seq_len, return_lse=True, order=_prefill_order(block_n, reference_step, row_sum))
+                                     max_seq_len=max_seq_len, return_lse=True, order=PrefillOrder(block_n, reference_step))
     return out, lse
 
 
@@ -107,6 +103,6 @@ def prefill_paged(
 def _(
     q: torch.Tensor, kv_cache: torch.Tensor, w_kv_b: torch.Tensor, block_table: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
     softmax_scale: float, qk_nope_head_dim: int, v_head_dim: int, kv_lora_rank: int, chunk_tokens: int, max_seq_len: int, block_n: int,
-    reference_step: int, row_sum: str,
+    reference_step: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((*q.shape[:2], v_head_dim)), q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -155,7 +155,7 @@ class PreparedAttention:
         self._ready: list[tuple[Any, ...]] = []
 
     def run(self, args: Arguments) -> None:
-        """Launch for tensors. ``args.partials``, ``args.scores``, ``args.lse``: fp32, the first two aligned to 16; nothing is stored in lse without ``with_lse``."""
+        """Launch for tensors: partials, scores and lse fp32, the first two aligned to 16. Nothing is stored in lse without ``with_lse``."""
         aligned = tuple(t.data_ptr() % 16 for t in (args.q_nope, args.q_pe, args.kv_cache, args.out, args.partials))
         key = (*self._key, aligned)
         compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]

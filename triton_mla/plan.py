@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .tuning import ARCHITECTURES, DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder, Schedule
+from .tuning import ARCHITECTURES, DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, ROW_SUMS, PrefillOrder, ReductionOrder, Schedule
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_KV_LORA_RANK = 512
@@ -205,7 +205,6 @@ class PrefillPlan:
     Attributes:
         chunk_tokens: tokens of a chunk, at absolute multiples of itself; num_chunks: of the longest possible request.
         head_wave, request_group: heads and requests whose keys and values of one chunk are in the workspace together.
-        sums: fp32 numbers of a row's state besides its reference and value columns.
     """
 
     num_tokens: int
@@ -216,7 +215,6 @@ class PrefillPlan:
     qk_rope_head_dim: int
     v_head_dim: int
     dtype: torch.dtype
-    sums: int
     chunk_tokens: int
     num_chunks: int
     head_wave: int
@@ -228,7 +226,7 @@ class PrefillPlan:
         chunk_tokens, P], and the state's acc, sums and reference (none where every request has one chunk). Each is a multiple of 16."""
         tokens, rows = self.request_group * self.chunk_tokens, self.num_tokens * self.head_wave if self.num_chunks > 1 else 0
         kv = tokens * self.head_wave * (self.qk_nope_head_dim + self.v_head_dim) * self.dtype.itemsize
-        return kv, tokens * self.qk_rope_head_dim * self.dtype.itemsize, 4 * rows * self.v_head_dim, 4 * rows * self.sums, 16 * -(-rows // 4)
+        return kv, tokens * self.qk_rope_head_dim * self.dtype.itemsize, 4 * rows * self.v_head_dim, 4 * rows * ROW_SUMS, 16 * -(-rows // 4)
 
     @property
     def workspace_bytes(self) -> int:
@@ -271,13 +269,13 @@ def plan_prefill(
 
     pe_bytes = chunk * qk_rope_head_dim * dtype.itemsize
     kv_bytes = chunk * (qk_nope_head_dim + v_head_dim) * dtype.itemsize  # of a head
-    state_bytes = 4 * num_tokens * (v_head_dim + order.sums + 1) if num_chunks > 1 else 0  # of a head
+    state_bytes = 4 * num_tokens * (v_head_dim + ROW_SUMS + 1) if num_chunks > 1 else 0  # of a head
     room = MAX_WORKSPACE_BYTES - 16  # the last part is rounded up to 16
     requests = max(1, min(batch_size, (room - state_bytes * num_heads) // (kv_bytes * num_heads + pe_bytes)))
     heads = num_heads if requests > 1 else max(1, min(num_heads, (room - pe_bytes) // (kv_bytes + state_bytes)))
     return PrefillPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, qk_nope_head_dim=qk_nope_head_dim,
-        qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, dtype=dtype, sums=order.sums, chunk_tokens=chunk, num_chunks=num_chunks,
+        qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, dtype=dtype, chunk_tokens=chunk, num_chunks=num_chunks,
         head_wave=heads, request_group=requests,
     )
 

@@ -15,7 +15,7 @@ from . import checks
 from .calls import on_device
 from .plan import DEFAULT_CHUNK_TOKENS, MAX_NUM_HEADS, check_dims, check_head_dims, check_page_size, plan_prefill
 from .prefill_launch import PrefillState, attend, attend_paged, project
-from .tuning import DEFAULT_PREFILL_ORDER, PrefillOrder, PrefillSchedule
+from .tuning import DEFAULT_PREFILL_ORDER, ROW_SUMS, PrefillOrder, PrefillSchedule
 
 __all__ = ["PrefillState", "mla_prefill", "mla_prefill_paged", "prefill_workspace_bytes", "project_kv"]
 
@@ -167,7 +167,7 @@ def mla_prefill_paged(
     out = _check_out(out, num_tokens, num_heads, v_head_dim, dtype, device)
     if torch.compiler.is_compiling():
         result, lse = torch.ops.triton_mla.prefill_paged(q, cache, weight, table, starts, lens, scale, qk_nope_head_dim, v_head_dim, kv_lora_rank,
-                                                         chunk_tokens, limit, order.block_n, order.reference_step, order.row_sum)
+                                                         chunk_tokens, limit, order.block_n, order.reference_step)
         out = result if out is None else out.copy_(result)
         return (out, lse) if return_lse else out
     checks.lengths(lens, table, page_size, num_pages, starts, num_tokens)
@@ -266,7 +266,7 @@ def _schedule(schedule: Any) -> PrefillSchedule | None:
 
 def _check_state(state: PrefillState, num_tokens: int, num_heads: int, V: int, order: PrefillOrder, device: torch.device) -> None:
     rows = (num_tokens, num_heads)
-    for name, value, expected in (("reference", state.reference, rows), ("total", state.total, (*rows, order.sums)), ("acc", state.acc, (*rows, V))):
+    for name, value, expected in (("reference", state.reference, rows), ("total", state.total, (*rows, ROW_SUMS)), ("acc", state.acc, (*rows, V))):
         name = f"state.{name}"
         checks.shape(name, checks.tensor(name, value, dims=len(expected), dtype=torch.float32, device=device), expected, "the rows of q, and the heads' sums")
         if not value.is_contiguous():
@@ -275,7 +275,7 @@ def _check_state(state: PrefillState, num_tokens: int, num_heads: int, V: int, o
 
 def _new_state(q: torch.Tensor, V: int, order: PrefillOrder) -> PrefillState:
     rows = q.shape[:2]
-    reference, total, acc = (torch.empty(size, dtype=torch.float32, device=q.device) for size in (rows, (*rows, order.sums), (*rows, V)))
+    reference, total, acc = (torch.empty(size, dtype=torch.float32, device=q.device) for size in (rows, (*rows, ROW_SUMS), (*rows, V)))
     return PrefillState(reference, total, acc, order)
 
 
@@ -290,7 +290,7 @@ def _compiled(
         state.total.zero_()
         state.acc.zero_()
     parts = (None, None, None) if state is None else (state.reference, state.total, state.acc)
-    arguments = (q, k_nope, k_pe, v, starts, key_starts, scale, causal, positions, *parts, order.block_n, order.reference_step, order.row_sum)
+    arguments = (q, k_nope, k_pe, v, starts, key_starts, scale, causal, positions, *parts, order.block_n, order.reference_step)
     if return_state:
         torch.ops.triton_mla.prefill_state(*arguments)
         return state

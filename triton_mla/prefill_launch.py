@@ -12,7 +12,7 @@ from .kernels.prefill import prefill_kernel
 from .kernels.up_projection import up_projection_kernel
 from .launch import INTERPRETED, LOG2E, launch
 from .plan import PrefillPlan
-from .tuning import PREFILL_TABLES, PrefillOrder, PrefillSchedule
+from .tuning import PREFILL_TABLES, ROW_SUMS, PrefillOrder, PrefillSchedule
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PrefillState:
 
     Attributes:
         reference: [T, H] softmax reference in the log2 domain; -inf for a row that has seen no token.
-        total: [T, H, order.sums] partial sums of the weights.
+        total: [T, H, 8] partial sums of the weights.
         acc: [T, H, V] weighted sum of the values. All are fp32 and contiguous.
         order: the `PrefillOrder` that made it, and the only one that goes on from it.
     """
@@ -48,7 +48,7 @@ def attend_paged(
         k_pe = pe_part.view(plan.dtype).view(-1, P) if P else kv[:, 0, :0]
         state = None
         if plan.num_chunks > 1:
-            state = PrefillState(reference_part.view(torch.float32)[:rows], total_part.view(torch.float32)[: rows * plan.sums],
+            state = PrefillState(reference_part.view(torch.float32)[:rows], total_part.view(torch.float32)[: rows * ROW_SUMS],
                                  acc_part.view(torch.float32)[: rows * V], order)
         for first in range(0, max(plan.batch_size, 1), plan.request_group):
             end = min(first + plan.request_group, plan.batch_size)
@@ -103,7 +103,7 @@ def attend(
         "STRIDE_K": k_nope.stride(0), "STRIDE_PE": k_pe.stride(0), "STRIDE_V": v.stride(0), "BLOCK_M": schedule.block_m, "BLOCK_N": order.block_n,
         "NOPE": nope, "BLOCK_K": block_k, "BLOCK_REST": triton.next_power_of_2(rest) if rest else 0, "P": P,
         "BLOCK_P": triton.next_power_of_2(max(P, 16)), "V_DIM": V, "BLOCK_V": triton.next_power_of_2(V), "STEP": order.reference_step,
-        "ROW_SUM": order.row_sum, "PRECISION": order.input_precision, "HOLD_Q": not schedule.block_k, "CAUSAL": causal,
+        "PRECISION": order.input_precision, "HOLD_Q": not schedule.block_k, "CAUSAL": causal,
         "HAS_POSITIONS": positions is not None, "CHUNKED": chunk is not None, "RESUME": resume, "KEEP": keep, "WITH_LSE": lse is not None,
         "STAGES": schedule.num_stages, "EMULATE_BF16": INTERPRETED and dtype == torch.bfloat16,
     }

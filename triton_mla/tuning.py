@@ -58,14 +58,11 @@ class PrefillOrder:
     Attributes:
         block_n: tokens of a KV tile, at multiples of itself from a request's first token.
         reference_step: the softmax reference moves in steps of this many powers of two.
-        row_sum: how the weights of a row are summed. "tree": unrounded, halves added; "rounded_tree": as they multiply V, and unrounded for
-            lse; "dot": as they multiply V, through the tensor core, and an unrounded tree for lse.
         input_precision, fp_fusion: as in `ReductionOrder`.
     """
 
     block_n: int = 128
     reference_step: int = 8
-    row_sum: Literal["tree", "rounded_tree", "dot"] = "tree"
     input_precision: Literal["ieee"] = "ieee"
     fp_fusion: bool = False
 
@@ -74,20 +71,15 @@ class PrefillOrder:
             raise ValueError(f"block_n={self.block_n!r} must be the int 16, 32, 64 or 128")
         if type(self.reference_step) is not int or self.reference_step not in (1, 2, 4, 8):
             raise ValueError(f"reference_step={self.reference_step!r} must be the int 1, 2, 4 or 8")
-        if self.row_sum not in ("tree", "rounded_tree", "dot"):
-            raise ValueError(f"row_sum={self.row_sum!r} must be 'tree', 'rounded_tree' or 'dot'")
         if self.input_precision != "ieee":
             raise ValueError(f"input_precision={self.input_precision!r} must be 'ieee'")
         if self.fp_fusion is not False:
             raise ValueError(f"fp_fusion={self.fp_fusion!r} must be False: contraction left to the compiler differs between specialisations")
 
-    @property
-    def sums(self) -> int:
-        """fp32 numbers that a row's state keeps of its sums."""
-        return 8 if self.row_sum == "tree" else 16
-
 
 DEFAULT_PREFILL_ORDER = PrefillOrder()
+ROW_SUMS = 8
+"""fp32 sums that a row's state keeps of its weights: how far the tree of additions goes within a tile (kernels/tree_sum.py)."""
 
 
 @dataclass(frozen=True)

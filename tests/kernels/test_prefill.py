@@ -12,7 +12,6 @@ from triton_mla.tuning import PrefillOrder, PrefillSchedule
 
 ATOL = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 LONG = 1 << 20
-ROW_SUMS = ["tree", "rounded_tree", "dot"]
 
 
 def check(mha, rows, batch, **options):
@@ -33,15 +32,6 @@ def requests(mha):
 def test_ragged(mha_each, causal):
     batch = mha_each.make(requests(mha_each))
     check(mha_each, mha_each.prefill(batch, causal=causal), batch, causal=causal)
-
-
-@pytest.mark.parametrize("row_sum", ROW_SUMS)
-def test_row_sums(mha, row_sum):
-    for dtype in (torch.float32, torch.bfloat16):
-        mha = mha.with_(dtype=dtype, order=replace(mha.order, row_sum=row_sum))
-        batch = mha.make([(20, 2 * mha.tile + 5), (3, 3)])
-        check(mha, mha.prefill(batch), batch)
-        mha.streamed(batch, [mha.tile]).assert_same(mha.prefill(batch))
 
 
 @pytest.mark.parametrize("nope, rope, value", [(128, 64, 128), (64, 32, 64), (192, 64, 256), (48, 16, 80), (16, 0, 16), (240, 256, 176), (256, 48, 32)])
@@ -141,7 +131,7 @@ def test_return_values(mha):
     assert_bitwise_equal(out, rows.out)
     state = mha.prefill(batch, return_state=True)
     assert isinstance(state, PrefillState) and state.order == mha.order
-    assert state.acc.shape == (9, mha.num_heads, mha.value) and state.total.shape == (9, mha.num_heads, mha.order.sums)
+    assert state.acc.shape == (9, mha.num_heads, mha.value) and state.total.shape == (9, mha.num_heads, 8)
     again = mha.prefill(batch, state=state, return_state=True)
     assert again is state  # changed in place
 
@@ -238,8 +228,6 @@ def test_refused_states(good, mha):
     assert "reference_step=4" in refuse(good, r"state\.order", state=replace(state, order=other))
     refuse(good, r"state\.order", state=state, order=other)
     refuse(good, "state", state=(state.reference, state.total, state.acc))
-    wide = replace(mha.order, row_sum="dot" if mha.order.row_sum == "tree" else "tree")
-    refuse({**good, "order": None}, r"state\.total", state=replace(state, order=wide))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host does not read begins that lie on a device")
@@ -251,7 +239,7 @@ def test_refused_begins(good, mha, name, total):
         assert str(bad) in message
 
 
-@pytest.mark.parametrize("field, bad", [("block_n", 48), ("block_n", True), ("reference_step", 3), ("row_sum", "sum"), ("input_precision", "tf32"),
+@pytest.mark.parametrize("field, bad", [("block_n", 48), ("block_n", True), ("reference_step", 3), ("input_precision", "tf32"),
                                         ("fp_fusion", True)])
 def test_refused_orders(field, bad):
     with pytest.raises(ValueError, match=field):

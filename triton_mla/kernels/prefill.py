@@ -63,18 +63,17 @@ def add_values(weights, V_ROWS, start, kv_len, acc, STRIDE_V: tl.constexpr, V_DI
 
 @triton.jit
 def attend_tiles(
-    first, end, q, q_rest, q_pe, Q_ROWS, q_ok, K, K_PE, V, kv_start, kv_len, seen, ref, total, mass, acc, scale_log2,
+    first, end, q, q_rest, q_pe, Q_ROWS, q_ok, K, K_PE, V, kv_start, kv_len, seen, ref, total, acc, scale_log2,
     STRIDE_K: tl.constexpr, STRIDE_PE: tl.constexpr, STRIDE_V: tl.constexpr, BLOCK_N: tl.constexpr, NOPE: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_REST: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr, ROW_SUM: tl.constexpr,
+    BLOCK_REST: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, HOLD_Q: tl.constexpr,
-    MASKED: tl.constexpr, WITH_MASS: tl.constexpr, STAGES: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """State after the KV tiles from token ``first`` to ``end``. Without MASKED every row sees all of each."""
     token = tl.arange(0, BLOCK_N)
     col = tl.arange(0, BLOCK_K)
     rope = tl.arange(0, BLOCK_P)
     DTYPE: tl.constexpr = V.dtype.element_ty
-    ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
     K_TILE = K + token[:, None] * STRIDE_K + col[None, :]
     PE_TILE = K_PE + token[:, None] * STRIDE_PE + rope[None, :]
     for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
@@ -101,18 +100,10 @@ def attend_tiles(
             s = tl.where((start + token)[None, :] < seen[:, None], s, -float("inf"))
         ref, alpha, p = softmax_step(s, ref, scale_log2, STEP)
         weights = round_to(p, DTYPE, EMULATE_BF16)
-        if ROW_SUM == "tree":
-            total = fma_scalar_rows(total, alpha, fold(p))
-        else:
-            if ROW_SUM == "dot":
-                total = tl.dot(weights, ones, total * alpha[:, None], input_precision=PRECISION)
-            else:
-                total = fma_scalar_rows(total, alpha, fold(weights.to(tl.float32)))
-            if WITH_MASS:
-                mass = fma_scalar_rows(mass, alpha, fold(p))
+        total = fma_scalar_rows(total, alpha, fold(p))
         acc = add_values(weights, V + row * STRIDE_V, start, kv_len, acc * alpha[:, None], STRIDE_V, V_DIM, BLOCK_N if HOLD_Q else BLOCK_K, PRECISION,
                          not MASKED, EMULATE_BF16)
-    return ref, total, mass, acc
+    return ref, total, acc
 
 
 @triton.jit(
@@ -125,7 +116,7 @@ def prefill_kernel(
     num_tokens, batch_size, num_heads, kv_limit, head_group, first_request, last_request, chunk_start, chunk_tokens,
     STRIDE_K: tl.constexpr, STRIDE_PE: tl.constexpr, STRIDE_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NOPE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_REST: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    STEP: tl.constexpr, ROW_SUM: tl.constexpr, PRECISION: tl.constexpr, HOLD_Q: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    STEP: tl.constexpr, PRECISION: tl.constexpr, HOLD_Q: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     CHUNKED: tl.constexpr, RESUME: tl.constexpr, KEEP: tl.constexpr, WITH_LSE: tl.constexpr, STAGES: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Grid (row tiles * heads): the longest causal tiles of ``head_group`` heads first, heads side by side so that they meet in L2.
@@ -182,42 +173,31 @@ def prefill_kernel(
             q_rest = operand(load_rows(Q_ROW + BLOCK_K + rest[None, :], valid, rest, NOPE - BLOCK_K, False), EMULATE_BF16)
         if P > 0:
             q_pe = operand(load_rows(Q_ROW + NOPE + rope[None, :], valid, rope, P, False), EMULATE_BF16)
-        WIDTH: tl.constexpr = SUMS if ROW_SUM == "tree" else 2 * SUMS
-        COLUMNS: tl.constexpr = 16 if ROW_SUM == "dot" else SUMS
-        WITH_MASS: tl.constexpr = (WITH_LSE or KEEP) and ROW_SUM != "tree"
         eight = tl.arange(0, SUMS)
-        column = tl.arange(0, COLUMNS)
         state = token * num_heads + head
         if RESUME:
             ref = tl.load(REFERENCE + state, mask=valid, other=-float("inf"))
-            total = tl.load(TOTAL + state[:, None] * WIDTH + (column % SUMS)[None, :], mask=valid[:, None], other=0.0)
-            mass = tl.zeros([BLOCK_M, SUMS], tl.float32)
-            if WITH_MASS:
-                mass = tl.load(TOTAL + state[:, None] * WIDTH + SUMS + eight[None, :], mask=valid[:, None], other=0.0)
+            total = tl.load(TOTAL + state[:, None] * SUMS + eight[None, :], mask=valid[:, None], other=0.0)
             acc = tl.load(ACC + state[:, None] * V_DIM + val[None, :], mask=valid[:, None] & (val < V_DIM)[None, :], other=0.0)
         else:
             ref = tl.full([BLOCK_M], -float("inf"), tl.float32)
-            total = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-            mass = tl.zeros([BLOCK_M, SUMS], tl.float32)
+            total = tl.zeros([BLOCK_M, SUMS], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         K = K_NOPE + head.to(tl.int64) * stride_k_head
         VALUES = V + head.to(tl.int64) * stride_v_head
         masked_from = tl.maximum(least, 0) // BLOCK_N * BLOCK_N
-        ref, total, mass, acc = attend_tiles(
-            0, masked_from, q, q_rest, q_pe, Q_ROW + col[None, :], valid, K, K_PE, VALUES, kv_start, kv_len, seen, ref, total, mass, acc, scale_log2,
-            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, STEP, ROW_SUM, PRECISION, HOLD_Q,
-            False, WITH_MASS, STAGES, EMULATE_BF16)
-        ref, total, mass, acc = attend_tiles(
-            masked_from, most, q, q_rest, q_pe, Q_ROW + col[None, :], valid, K, K_PE, VALUES, kv_start, kv_len, seen, ref, total, mass, acc, scale_log2,
-            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, STEP, ROW_SUM, PRECISION, HOLD_Q,
-            True, WITH_MASS, STAGES, EMULATE_BF16)
+        ref, total, acc = attend_tiles(
+            0, masked_from, q, q_rest, q_pe, Q_ROW + col[None, :], valid, K, K_PE, VALUES, kv_start, kv_len, seen, ref, total, acc, scale_log2,
+            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, STEP, PRECISION, HOLD_Q,
+            False, STAGES, EMULATE_BF16)
+        ref, total, acc = attend_tiles(
+            masked_from, most, q, q_rest, q_pe, Q_ROW + col[None, :], valid, K, K_PE, VALUES, kv_start, kv_len, seen, ref, total, acc, scale_log2,
+            STRIDE_K, STRIDE_PE, STRIDE_V, BLOCK_N, NOPE, BLOCK_K, BLOCK_REST, P, BLOCK_P, V_DIM, STEP, PRECISION, HOLD_Q,
+            True, STAGES, EMULATE_BF16)
         acc_ok = valid[:, None] & (val < V_DIM)[None, :]
         if finished:
-            row_total = tl.max(total, 1) if ROW_SUM == "dot" else fold_sums(total)  # the columns of a dot are equal
-            row_mass = row_total
-            if WITH_MASS:
-                row_mass = fold_sums(mass)
-            out, lse = finish(ref, row_total, row_mass, acc)
+            row_total = fold_sums(total)
+            out, lse = finish(ref, row_total, row_total, acc)
             out = tl.where(broken, float("nan"), out)
             tl.store(OUT + token[:, None] * stride_out_token + head.to(tl.int64) * stride_out_head + val[None, :],
                      round_to(out, OUT.dtype.element_ty, EMULATE_BF16), mask=acc_ok)
@@ -225,10 +205,5 @@ def prefill_kernel(
                 tl.store(LSE + token * stride_lse + head, tl.where(broken, float("nan"), lse), mask=valid)
         elif KEEP:
             tl.store(REFERENCE + state, ref, mask=valid)
-            if ROW_SUM == "dot":
-                total = tl.reshape(total, [BLOCK_M, 2, SUMS])
-                total = tl.max(total, 1)
-            tl.store(TOTAL + state[:, None] * WIDTH + eight[None, :], total, mask=valid[:, None])
-            if WITH_MASS:
-                tl.store(TOTAL + state[:, None] * WIDTH + SUMS + eight[None, :], mass, mask=valid[:, None])
+            tl.store(TOTAL + state[:, None] * SUMS + eight[None, :], total, mask=valid[:, None])
             tl.store(ACC + state[:, None] * V_DIM + val[None, :], tl.where(broken, float("nan"), acc), mask=acc_ok)
