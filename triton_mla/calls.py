@@ -61,7 +61,6 @@ class Call(NamedTuple):
     prepared: PreparedAttention
     scale_log2: float
     device: torch.device
-    dtype: torch.dtype
     out_shape: tuple[int, int, int]
     workspace_bytes: int
     rope_bytes: int  # from q_nope to q_pe where q is one tensor
@@ -79,13 +78,13 @@ def attend(given: Given) -> Any:
     call = _call_of(given)
     device, out, lse, workspace = call.device, given.out, given.lse, given.workspace
     if out is None:
-        out = torch.empty(call.out_shape, dtype=call.dtype, device=device)
+        out = given.kv_cache.new_empty(call.out_shape)
     if workspace is None:
-        workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=device)
+        workspace = given.kv_cache.new_empty(call.workspace_bytes, dtype=torch.uint8)
     if not given.return_lse:
         lse = workspace  # an address for what is not stored
     elif lse is None:
-        lse = torch.empty(call.out_shape[:2], dtype=torch.float32, device=device)
+        lse = given.kv_cache.new_empty(call.out_shape[:2], dtype=torch.float32)
     with on_device(device):
         if device.type != "cuda" or not _run_ready(call, given, out, lse, workspace):
             _run(call, given, out, lse, workspace)
@@ -165,7 +164,7 @@ def _prepare(given: Given) -> Call:
                              f"plan.workspace_bytes={plan.workspace_bytes}, aligned to 16")
     out_strides = (num_heads * R, R) if given.out is None else given.out.stride()[:2]
     strides = Strides(c.q_nope.stride()[:2], c.q_pe.stride()[:2], c.kv_cache.stride()[:2], c.block_table.stride(0), out_strides)
-    return Call(PreparedAttention(plan, strides, capacity, given.return_lse), c.scale * LOG2E, device, dtype, (num_tokens, num_heads, R), plan.workspace_bytes,
+    return Call(PreparedAttention(plan, strides, capacity, given.return_lse), c.scale * LOG2E, device, (num_tokens, num_heads, R), plan.workspace_bytes,
                 R * dtype.itemsize, 4 * plan.partials_size, (given.plan, given.order))
 
 
