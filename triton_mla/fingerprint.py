@@ -17,13 +17,14 @@ NUMERICS_REVISION = 1
 """Raised by a release whose results differ in any bit from those before it. `verify` compares golden digests under one
 fingerprint, so a change of bits without a new revision is a failed check."""
 
-_SOURCES = ("kernels/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py")
+_SOURCES = (
+    "kernels/**/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py", "hopper_prefill.py")
 
 
 def source_files() -> dict[str, str]:
-    """SHA-256 (hex) of each file that the kernels are made of, by its name in the package; line ends do not matter."""
+    """SHA-256 (hex) of each file that decides bits or launches, by its name in the package; line ends do not matter."""
     root = Path(__file__).parent
-    files = sorted(file for pattern in _SOURCES for file in root.glob(pattern))
+    files = sorted({file for pattern in _SOURCES for file in root.glob(pattern)})
     texts = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
 from typing import Any
 
 import torch
@@ -12,27 +12,10 @@ from triton.runtime.errors import OutOfResources
 
 from triton_mla.testing import Request
 from triton_mla.verification.schedules import plans
-from triton_mla.verification.trial import VICTIM, Check, NotHereError, Trial, empty, pick, same
+from triton_mla.verification.trial import VICTIM, Check, Comparisons, NotHereError, Trial, empty, need_gpu, pick, register, same
 
 CHECKS: list[Check] = []
-
-Comparisons = Iterator[tuple[str, bool]]
-Body = Callable[[Trial], Comparisons]
-
-
-def check(contract_line: str, name: str, *, every_case: bool = False) -> Callable[[Body], Body]:
-    """Registers a check under a line of the contract; `every_case` runs it for each dtype and head count."""
-
-    def register(body: Body) -> Body:
-        CHECKS.append(Check(name, contract_line, every_case, body))
-        return body
-
-    return register
-
-
-def _need_gpu(trial: Trial) -> None:
-    if trial.device.type != "cuda":
-        raise NotHereError("needs a GPU")
+check = functools.partial(register, CHECKS)
 
 
 @check("batch", "batch size and place in the batch", every_case=True)
@@ -120,7 +103,7 @@ def repeats(trial: Trial) -> Comparisons:
 
 @check("batch", "CUDA graph replay with other contents")
 def graph(trial: Trial) -> Comparisons:
-    _need_gpu(trial)
+    need_gpu(trial)
     crowd = trial.batch([trial.victim, *trial.neighbours(7)])
     eight = pick(crowd, range(8))
     static = dataclasses.replace(eight, q=eight.q.clone(), block_table=eight.block_table.clone())
@@ -195,7 +178,7 @@ def stale_tokens(trial: Trial) -> Comparisons:
 
 @check("memory", "pages beyond 2**31 elements")
 def far_pages(trial: Trial) -> Comparisons:
-    _need_gpu(trial)
+    need_gpu(trial)
     pages = trial.profile.far_pages
     near = trial.batch([Request(300, key=71)])
     _, size, dim = near.kv_cache.shape
@@ -247,7 +230,7 @@ def verify_rows(trial: Trial) -> Comparisons:
 
 @check("tile shape", "rows, warps, stages and form of a tile", every_case=True)
 def tile_shapes(trial: Trial) -> Comparisons:
-    _need_gpu(trial)
+    need_gpu(trial)
     extended = trial.batch([Request(trial.profile.neighbour, q_len=9, key=52), Request(70, q_len=5, key=53)])
     for what, call, batch in (
         ("decode", trial.decode, pick(trial.crowd, [0, 1, 2])),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from triton_mla import attention
+from triton_mla import attention, prefill
 from triton_mla.fingerprint import numerics_fingerprint
 from triton_mla.tuning import arch_of
 from triton_mla.verification.profiles import Profile
@@ -43,7 +43,11 @@ def digest(rows: Rows) -> str:
 
 
 def outputs(profile: Profile, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-    """Digests of a decode call (lengths 1 ... 5000) and of an extend call (9 tokens across 4096) with 16 heads."""
+    """Digests of calls with 16 heads: decode (lengths 1 ... 5000), extend (9 tokens across 4096) and prefill in the mha form.
+
+    The prefill is over the paged cache (70 tokens across 4096, and 300 tokens from the start), and once more over the keys
+    and values of the latter, non-causal.
+    """
     rank, heads, lengths = profile.kv_lora_rank, 16, [1, 65, 2049, 5000]
     dim = rank + profile.qk_rope_head_dim
     pages = -(-max(lengths) // PAGE)
@@ -57,7 +61,20 @@ def outputs(profile: Profile, dtype: torch.dtype, device: torch.device) -> dict[
     starts = torch.tensor([0, 9], dtype=torch.int32, device=device)
     lens = torch.tensor([4100], dtype=torch.int32, device=device)
     extended = attention.mla_extend(q, cache, table[:1], starts, lens, **shared)
-    return {"decode": digest(Rows(*decoded)), "extend": digest(Rows(*extended))}
+    nope, value = profile.qk_nope_head_dim, profile.v_head_dim
+    weight = fixed_values(heads * (nope + value), rank, dtype=dtype, device=device, key=3) / 8  # exact in every dtype
+    q = fixed_values(370 * heads, nope + profile.qk_rope_head_dim, dtype=dtype, device=device, key=4).view(370, heads, -1)
+    starts, own = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 70, 370], [0, 300]))
+    lens = torch.tensor([4100, 300], dtype=torch.int32, device=device)
+    prompt: Any = {"softmax_scale": SCALE, "order": profile.prefill_order, "return_lse": True}
+    dims: Any = {"qk_nope_head_dim": nope, "v_head_dim": value, "kv_lora_rank": rank, "chunk_tokens": 1024}
+    paged = prefill.mla_prefill_paged(q, cache, weight, table[:2], starts, lens, **prompt, **dims)
+    latent = cache.view(-1, dim)[:300]
+    kv = prefill.project_kv(latent[:, :rank], weight).view(300, heads, -1)
+    tensors = (q[70:], kv[..., :nope], latent[:, rank:], kv[..., nope:], own, own)
+    whole = prefill.mla_prefill(*tensors, causal=False, **prompt)
+    calls = {"decode": decoded, "extend": extended, "prefill paged": paged, "prefill": whole}
+    return {name: digest(Rows(*rows)) for name, rows in calls.items()}
 
 
 def measure(profile: Profile, device: torch.device) -> dict[str, Any]:
@@ -70,6 +87,7 @@ def measure(profile: Profile, device: torch.device) -> dict[str, Any]:
             arch=arch_of(device),
             kv_lora_rank=profile.kv_lora_rank,
             qk_rope_head_dim=profile.qk_rope_head_dim,
+            prefill_order=profile.prefill_order,
         )
         result[fingerprint["digest"]] = {"fingerprint": fingerprint, "outputs": outputs(profile, dtype, device)}
     return result

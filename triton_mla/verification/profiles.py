@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from triton_mla.tuning import DEFAULT_ORDER, ReductionOrder
+from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,24 @@ class Profile:
     accuracy_lengths: tuple[int, ...]
     far_pages: int
     """Pages of the pool that crosses 2**31 elements; 0 leaves that out."""
+    qk_nope_head_dim: int
+    v_head_dim: int
+    prefill_order: PrefillOrder
+    prefill_heads: int | None
+    """Heads of the mha form; None: those of the case."""
+    prompts: tuple[tuple[int, tuple[int, ...]], ...]
+    """(tokens, cuts) of prompts in the mha form. The first one is watched in batches."""
+    prompt_batches: tuple[int, ...]
+    cached: tuple[int, ...]
+    """Lengths of a cached prefix of the watched prompt."""
+    streamed_tiles: int
+    """The keys of a request are streamed in parts that meet at every set of this many multiples of the KV tile."""
+    chunk_tiles: tuple[int, ...]
+    """KV tiles of a chunk of the up-projection."""
+    prefix: int
+    """Tokens of a prefix whose attention is merged with that of the tokens behind it."""
+    sequence: tuple[int, int]
+    """Tokens of a prompt, and of the sequence that starts with it."""
 
 
 INTERPRETER = Profile(
@@ -60,6 +78,17 @@ INTERPRETER = Profile(
     head_slices=((0, 1), (0, 2), (1, 3)),
     accuracy_lengths=(0, 1, 64, 70, 150),
     far_pages=0,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    prefill_order=DEFAULT_PREFILL_ORDER,
+    prefill_heads=1,
+    prompts=((257, (1, 64, 100, 128, 255)),),
+    prompt_batches=(4,),
+    cached=(16, 48, 240),
+    streamed_tiles=3,
+    chunk_tiles=(1, 2, 4),
+    prefix=192,
+    sequence=(29, 33),
 )
 
 GPU = Profile(
@@ -87,6 +116,17 @@ GPU = Profile(
     head_slices=((0, 8), (8, 16), (5, 6), (0, 12), (16, 32), (64, 128)),
     accuracy_lengths=(0, 1, 64, 70, 2048, 2049, 19_802),
     far_pages=60_000,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    prefill_order=DEFAULT_PREFILL_ORDER,
+    prefill_heads=None,
+    prompts=((257, (1, 64, 100, 128, 255)), (4097, (1, 511, 2048, 4096))),
+    prompt_batches=(2, 5, 17),
+    cached=(64, 128, 192, 256),
+    streamed_tiles=4,
+    chunk_tiles=(1, 2, 3, 8, 32),
+    prefix=3072,
+    sequence=(1276, 1284),
 )
 
 
@@ -106,4 +146,9 @@ def profile_for(device: torch.device, *, quick: bool = False) -> Profile:
         verify_tokens=profile.verify_tokens[:1],
         accuracy_lengths=profile.accuracy_lengths[:4],
         far_pages=0,
+        prompts=profile.prompts[:1],
+        prompt_batches=profile.prompt_batches[:1],
+        cached=profile.cached[-1:],
+        streamed_tiles=2,
+        chunk_tiles=profile.chunk_tiles[:2],
     )

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 

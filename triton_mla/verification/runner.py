@@ -15,13 +15,12 @@ from triton_mla.checks import runnable
 from triton_mla.fingerprint import numerics_fingerprint, source_files
 from triton_mla.tuning import arch_of
 from triton_mla.verification import golden
-from triton_mla.verification.accuracy import ACCURACY
-from triton_mla.verification.checks import CHECKS
-from triton_mla.verification.controls import CONTROLS, Control
+from triton_mla.verification.controls import Control
 from triton_mla.verification.environment import describe
 from triton_mla.verification.profiles import Profile, profile_for
 from triton_mla.verification.report import CheckResult, ControlResult, Report
 from triton_mla.verification.rows import check_result, lost_row, run_row, trials_of
+from triton_mla.verification.suite import CHECKS, CONTROLS
 from triton_mla.verification.trial import Check, NotHereError
 
 Progress = Callable[[int, int, str], None]
@@ -67,8 +66,7 @@ def run(
     runnable(device)
     arch = arch_of(device)
     profile = profile or profile_for(device, quick=quick)
-    items: list[Item] = [*([*CHECKS, ACCURACY] if checks is None else checks)]
-    items += CONTROLS if controls is None else controls
+    items: list[Item] = [*(CHECKS if checks is None else checks), *(CONTROLS if controls is None else controls)]
     start = time.perf_counter()
     report = Report(
         profile=profile.name,
@@ -80,6 +78,7 @@ def run(
             arch=arch,
             kv_lora_rank=profile.kv_lora_rank,
             qk_rope_head_dim=profile.qk_rope_head_dim,
+            prefill_order=profile.prefill_order,
         ),
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )

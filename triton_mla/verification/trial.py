@@ -14,6 +14,9 @@ from triton_mla import attention
 from triton_mla.testing import PagedBatch, Request, bitwise_equal, make_paged_batch
 from triton_mla.verification.profiles import Profile
 
+Comparisons = Iterator[tuple[str, bool]]
+"""What was compared, and whether it was as it must be."""
+
 VICTIM = 7
 """Key of the request whose bits are watched."""
 
@@ -31,6 +34,12 @@ class Rows:
 
     def __getitem__(self, index: Any) -> Rows:
         return Rows(self.out[index], self.lse[index])
+
+
+def need_gpu(trial: Trial) -> None:
+    """Leaves a check out where there is none."""
+    if trial.device.type != "cuda":
+        raise NotHereError("needs a GPU")
 
 
 def same(a: Rows, b: Rows) -> bool:
@@ -142,5 +151,17 @@ class Check:
     name: str
     contract_line: str
     every_case: bool
-    body: Callable[[Trial], Iterator[tuple[str, bool]]]
+    body: Callable[[Trial], Comparisons]
     measures: bool = False
+
+
+def register(
+    checks: list[Check], contract_line: str, name: str, *, every_case: bool = False, measures: bool = False
+) -> Callable[[Callable[[Trial], Comparisons]], Callable[[Trial], Comparisons]]:
+    """Adds the decorated body to `checks`."""
+
+    def add(body: Callable[[Trial], Comparisons]) -> Callable[[Trial], Comparisons]:
+        checks.append(Check(name, contract_line, every_case, body, measures))
+        return body
+
+    return add
