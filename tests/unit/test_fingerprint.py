@@ -104,7 +104,10 @@ def test_the_interpreter_depends_on_numpy_too() -> None:
 
 def test_source_files_are_the_kernels_and_what_plans_them() -> None:
     files = source_files()
-    assert {"plan.py", "tuning.py", "attention.py"} <= files.keys()
+    assert {"plan.py", "tuning.py", "attention.py", "calls.py", "launch.py"} <= files.keys()
+    assert {"prefill.py", "prefill_launch.py", "absorb.py", "paths.py", "step.py", "module.py"} <= files.keys()
+    root = Path(fingerprint.__file__).parent
+    assert {file.relative_to(root).as_posix() for file in (root / "kernels").rglob("*.py")} <= files.keys()
     assert any(name.startswith("kernels/") for name in files)
     assert not any(name.startswith(("cli/", "verification/")) for name in files)
     assert all(len(value) == 64 for value in files.values())
