@@ -18,7 +18,8 @@ NUMERICS_REVISION = 1
 fingerprint, so a change of bits without a new revision is a failed check."""
 
 _SOURCES = (
-    "kernels/**/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py", "hopper_prefill.py")
+    "kernels/**/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py", "hopper_prefill.py",
+    "absorb.py", "paths.py", "step.py", "module.py")
 
 
 def source_files() -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from . import hopper_prefill
 from .calls import device_facts
 from .kernels.prefill import prefill_kernel
 from .kernels.up_projection import up_projection_kernel
@@ -92,6 +93,10 @@ def attend(
     if schedule is None:
         table = PREFILL_TABLES[device_facts(q.device)[0]]
         schedule = table.fp32 if dtype == torch.float32 else table.narrow if max(nope, V) <= 128 else table.wide
+    if schedule.form == "hopper" and hopper_prefill.serves(q, k_nope, k_pe, v, order):
+        hopper_prefill.attend(q, k_nope, k_pe, v, out, lse, state, starts, kv_lengths, positions, scale, schedule, resume=resume, keep=keep, causal=causal,
+                              kv_limit=kv_limit, mean_keys=mean_keys, requests=requests, chunk=chunk)
+        return
     unused = out if lse is None else lse
     reference, total, acc = (unused,) * 3 if state is None else (state.reference, state.total, state.acc)
     held = 1 << (nope.bit_length() - 1)  # the rest, if any, is a second product

@@ -91,6 +91,7 @@ class PrefillSchedule:
         num_warps, num_stages: of the attention kernel.
         block_k: 0: a tile's query stays in registers or shared memory; else nope columns of a product, the query being read again for each.
         group_bytes: keys and values of the heads that run side by side, so that they stay in L2.
+        form: "hopper" takes the warp-specialised kernel where `hopper_prefill.serves` the arguments; it knows group_bytes alone.
     """
 
     block_m: int = 128
@@ -98,8 +99,11 @@ class PrefillSchedule:
     num_stages: int = 2
     block_k: int = 0
     group_bytes: int = 32 << 20
+    form: Literal["portable", "hopper"] = "portable"
 
     def __post_init__(self) -> None:
+        if self.form not in ("portable", "hopper"):
+            raise ValueError(f"form={self.form!r} must be 'portable' or 'hopper'")
         for name, allowed in (("block_m", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("block_k", (0, 16, 32, 64, 128))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
