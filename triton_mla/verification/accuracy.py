@@ -15,7 +15,7 @@ from triton_mla.verification.mha import Mha, Prompts
 from triton_mla.verification.trial import VICTIM, Check, Comparisons, Rows, Trial, empty, pick, register, same
 
 OUT_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 5e-5}
-"""Largest absolute error of `out` for unit-scale inputs."""
+"""Largest absolute error of `out` for unit-scale inputs, whose values go up to about 4."""
 LSE_TOLERANCE = 1e-4
 """Largest absolute error of `lse` (nats), relative to max(1, |lse|)."""
 SCALES = (0.07217, 0.11472, 0.13523)
@@ -78,15 +78,16 @@ def mha_accuracy(trial: Trial) -> Comparisons:
         batch = mha.batch([Request(mha.tokens, q_len=9, key=92), Request(70, q_len=70, key=93), Request(0, q_len=2)], gain=gain)
         prompts = mha.prompts(batch)
         expected = mha_reference(mha, prompts)
-        yield from near(f"gain {gain}", mha.prefill(prompts), expected, 2 * gain)
-        yield from near(f"paged, gain {gain}", mha.paged(batch), expected, 2 * gain)
+        size = float(prompts.kv.abs().max()) / 4
+        yield from near(f"gain {gain}", mha.prefill(prompts), expected, size)
+        yield from near(f"paged, gain {gain}", mha.paged(batch), expected, size)
         latent = torch.cat([batch.kv(i) for i in range(3)])[:, : batch.kv_lora_rank].double()
         off = float((prompts.kv.flatten(1).double() - latent @ mha.weight.double().T).abs().max().nan_to_num(nan=torch.inf))
-        limit = OUT_TOLERANCE[trial.dtype] * max(1.0, 4 * gain)
+        limit = OUT_TOLERANCE[trial.dtype] * max(1.0, size)
         yield f"keys and values, gain {gain}: off by {off:.1e} of {limit:.0e}", off <= limit
 
 
-@check("parts of a context merged by lse", every_case=True, measures=True)
+@check("parts of a context merged by lse", measures=True)
 def merged_parts(trial: Trial) -> Comparisons:
     """A prefix and a suffix in the mha form, pages of a context in the absorbed one, and parts that hold nothing."""
     mha, prefix, page = Mha(trial), trial.profile.prefix, trial.profile.page_size

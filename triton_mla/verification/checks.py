@@ -228,7 +228,7 @@ def verify_rows(trial: Trial) -> Comparisons:
                 yield f"row {i} of {count} at {length}", same(rows[i : i + 1], steps[length - count + i])
 
 
-@check("tile shape", "rows, warps, stages and form of a tile", every_case=True)
+@check("tile shape", "rows, warps, stages and form of a tile", every_case=True, first=True)
 def tile_shapes(trial: Trial) -> Comparisons:
     need_gpu(trial)
     extended = trial.batch([Request(trial.profile.neighbour, q_len=9, key=52), Request(70, q_len=5, key=53)])

@@ -32,7 +32,7 @@ def of_all_heads(trial: Trial) -> Mha:
     return Mha(dataclasses.replace(trial, profile=dataclasses.replace(trial.profile, prefill_heads=None)))
 
 
-@check("batch", "mha: a prompt in any batch", every_case=True)
+@check("batch", "mha: a prompt in any batch", every_case=True, first=True)
 def prompt_batches(trial: Trial) -> Comparisons:
     mha = Mha(trial)
     victim = Request(mha.tokens, q_len=mha.tokens, key=VICTIM)
@@ -150,7 +150,7 @@ def cached_prefixes(trial: Trial) -> Comparisons:
         yield f"{hit} of {mha.tokens} tokens cached", same(mha.paged(chunk)[chunk.rows(1)], whole[hit:])
 
 
-@check("schedule", "mha: keys streamed through the state", every_case=True)
+@check("schedule", "mha: keys streamed through the state", first=True)
 def streamed(trial: Trial) -> Comparisons:
     mha = Mha(trial)
     tiles = trial.profile.streamed_tiles

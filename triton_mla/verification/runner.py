@@ -114,8 +114,9 @@ def _results(items: Sequence[Item], device: torch.device, profile: Profile, jobs
         trials_of.cache_clear()
         return
     context = multiprocessing.get_context("spawn")
+    order = sorted(range(len(items)), key=lambda index: not getattr(items[index], "first", False))
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = {pool.submit(run_row, item, device, profile): index for index, item in enumerate(items)}
+        futures = {pool.submit(run_row, items[index], device, profile): index for index in order}
         for future in concurrent.futures.as_completed(futures):
             index, error = futures[future], future.exception()
             yield index, lost_row(items[index], error) if isinstance(error, Exception) else future.result()

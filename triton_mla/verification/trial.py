@@ -145,7 +145,8 @@ class Check:
     """One row of the report. `body` yields (what was compared, whether it was equal).
 
     `every_case` runs it for each dtype and head count; `measures` means that the names carry measured values, which the
-    report keeps when they pass too.
+    report keeps when they pass too. `first` starts it before the others where several processes share the rows: it
+    compiles most, and others find what it has compiled.
     """
 
     name: str
@@ -153,15 +154,22 @@ class Check:
     every_case: bool
     body: Callable[[Trial], Comparisons]
     measures: bool = False
+    first: bool = False
 
 
 def register(
-    checks: list[Check], contract_line: str, name: str, *, every_case: bool = False, measures: bool = False
+    checks: list[Check],
+    contract_line: str,
+    name: str,
+    *,
+    every_case: bool = False,
+    measures: bool = False,
+    first: bool = False,
 ) -> Callable[[Callable[[Trial], Comparisons]], Callable[[Trial], Comparisons]]:
     """Adds the decorated body to `checks`."""
 
     def add(body: Callable[[Trial], Comparisons]) -> Callable[[Trial], Comparisons]:
-        checks.append(Check(name, contract_line, every_case, body, measures))
+        checks.append(Check(name, contract_line, every_case, body, measures, first))
         return body
 
     return add
