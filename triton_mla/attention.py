@@ -17,6 +17,8 @@ from .launch import INTERPRETED, launch
 from .plan import AttentionPlan, check_dims, check_page_size
 from .tuning import ReductionOrder
 
+MAX_MERGED_DIM = 1 << 15
+
 
 def write_kv_cache(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, *, k_scale: float | None = None
@@ -46,6 +48,7 @@ def write_kv_cache(
     num_pages, page_size, width = cache.shape
     check_dims(R, P)
     check_page_size(page_size)
+    checks.no_overlap("kv_cache", cache)
     checks.shape("k_pe", k_pe, (num_tokens, P), "one row for each row of kv_c")
     checks.shape("slot_mapping", slots, (num_tokens,), "one slot for each row of kv_c")
     if width != R + P:
@@ -137,6 +140,8 @@ def merge_attn_states(
     device = out_a.device
     checks.runnable(device)
     num_tokens, num_heads, V = out_a.shape
+    if not 1 <= V <= MAX_MERGED_DIM:
+        raise ValueError(f"out_a has shape {tuple(out_a.shape)}; its last dimension must be from 1 to {MAX_MERGED_DIM}")
     out_b = checks.tensor("out_b", out_b, dims=3, dtype=out_a.dtype, device=device)
     checks.shape("out_b", out_b, tuple(out_a.shape), "the shape of out_a")
     for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):

@@ -179,6 +179,7 @@ def _check(given: Given) -> Checked:
     P = cache.shape[2] - R if isinstance(R, int) else -1
     check_dims(R, P)
     check_page_size(cache.shape[1])
+    checks.paged_cache(cache)
     q_nope, q_pe = _split_query(given.q, R, P, dtype, device)
     num_tokens, num_heads, _ = q_nope.shape
     table = checks.tensor("block_table", given.block_table, dims=2, dtype=torch.int32, device=device)
@@ -195,6 +196,7 @@ def _check(given: Given) -> Checked:
     if given.out is not None:
         out = checks.tensor("out", given.out, dims=3, dtype=dtype, device=device)
         checks.shape("out", out, (num_tokens, num_heads, R), "one latent vector for each query row")
+        checks.no_overlap("out", out)
     if given.lse is not None:
         if not given.return_lse:
             raise ValueError("lse was given but return_lse is False; set return_lse=True to have it filled")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import pairwise
 
@@ -33,6 +32,22 @@ def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = N
     return value
 
 
+def no_overlap(name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor to write to whose elements share memory, as those of an expanded one do."""
+    reach = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                raise ValueError(f"{name} has shape {tuple(value.shape)} and strides {value.stride()}; it must not overlap itself, since it is written to")
+            reach += stride * (size - 1)
+
+
+def paged_cache(cache: torch.Tensor) -> None:
+    """Offsets within a page are 32 bits, in the innermost loop; those of pages are 64."""
+    if (cache.shape[1] - 1) * cache.stride(1) + cache.shape[2] > 2**31:
+        raise ValueError(f"kv_cache has strides {cache.stride()}; a page of {cache.shape[1]} slots must lie within 2**31 elements")
+
+
 def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], why: str) -> None:
     if tuple(value.shape) != expected:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {expected}: {why}")
@@ -59,9 +74,10 @@ def runnable(device: torch.device, name: str = "device") -> None:
 
 
 def softmax_scale(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    # 1e-30 to 1e30: with it and its product with log2(e), fp32 has no subnormal and no infinity
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-30 <= value <= 1e30:
         raise ValueError(
-            f"softmax_scale={value!r} must be a finite float > 0, such as (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 of the model; "
+            f"softmax_scale={value!r} must be a float from 1e-30 to 1e30, such as (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 of the model; "
             "it cannot be derived from the latent dims"
         )
     return float(value)

@@ -36,15 +36,15 @@ class MLADims:
             raise ValueError(f"num_heads={self.num_heads!r} must be at most {MAX_NUM_HEADS}")
         for name, low in (("rope_factor", 1.0), ("mscale_all_dim", 0.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
-                raise ValueError(f"{name}={value!r} must be a finite number >= {low}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= 1e30:
+                raise ValueError(f"{name}={value!r} must be a number from {low} to 1e30")
         if self.softmax_scale is None:
             mscale = 0.1 * self.mscale_all_dim * math.log(self.rope_factor) + 1.0
             object.__setattr__(self, "softmax_scale", self.qk_head_dim**-0.5 * mscale**2)
         elif isinstance(self.softmax_scale, bool) or not isinstance(self.softmax_scale, (int, float)) or not (
-            math.isfinite(self.softmax_scale) and self.softmax_scale > 0
+            1e-30 <= self.softmax_scale <= 1e30
         ):
-            raise ValueError(f"softmax_scale={self.softmax_scale!r} must be a finite number > 0, or None to derive it from the head dims")
+            raise ValueError(f"softmax_scale={self.softmax_scale!r} must be a number from 1e-30 to 1e30, or None to derive it from the head dims")
 
     @property
     def qk_head_dim(self) -> int:

@@ -9,6 +9,7 @@ import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
 from .kernels.one_pass import one_pass_kernel
 from .kernels.partials import combine_kernel
@@ -158,7 +159,10 @@ class PreparedAttention:
         """Launch for tensors: partials, scores and lse fp32, the first two aligned to 16. Nothing is stored in lse without ``with_lse``."""
         aligned = tuple(t.data_ptr() % 16 for t in (args.q_nope, args.q_pe, args.kv_cache, args.out, args.partials))
         key = (*self._key, aligned)
-        compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]
+        try:
+            compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]
+        except OutOfResources as error:
+            raise ValueError(f"schedule={self.plan.schedule!r} must fit the device: {error}") from error
         if not (INTERPRETED or any(aligned)):
             self._ready = [
                 (c.run, s.grid[0], s.grid[1], c.function, c.packed_metadata, s.pick, (*s.integers, *s.constants.values()))

@@ -146,6 +146,7 @@ def mla_prefill_paged(
     check_dims(kv_lora_rank, P)
     check_head_dims(qk_nope_head_dim, P, v_head_dim)
     check_page_size(page_size)
+    checks.paged_cache(cache)
     q = checks.tensor("q", q, dims=3, dtype=dtype, device=device)
     num_tokens, num_heads, _ = q.shape
     _check_heads(num_heads)
@@ -234,6 +235,7 @@ def _check_out(out: Any, num_tokens: int, num_heads: int, V: int, dtype: torch.d
         return None
     out = checks.tensor("out", out, dims=3, dtype=dtype, device=device)
     checks.shape("out", out, (num_tokens, num_heads, V), "one value vector for each query row")
+    checks.no_overlap("out", out)
     return out
 
 

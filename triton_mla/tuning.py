@@ -16,6 +16,10 @@ def _positive_int(name: str, value: object, what: str) -> None:
         raise ValueError(f"{name}={value!r} must be {what}")
 
 
+MAX_KV_SPLIT = 1 << 16
+"""The page ids of a split lie in registers: 1024 of 64 tokens are 8 a thread."""
+
+
 @dataclass(frozen=True)
 class ReductionOrder:
     """Everything that decides in which order, and how, numbers are added: two equal orders give equal bits.
@@ -38,8 +42,8 @@ class ReductionOrder:
         if type(self.block_n) is not int or self.block_n not in (16, 32, 64):
             raise ValueError(f"block_n={self.block_n!r} must be the int 16, 32 or 64")
         _positive_int("kv_split", self.kv_split, f"a positive int, a multiple of block_n={self.block_n}")
-        if self.kv_split % self.block_n:
-            raise ValueError(f"kv_split={self.kv_split!r} must be a multiple of block_n={self.block_n}")
+        if self.kv_split % self.block_n or self.kv_split > MAX_KV_SPLIT:
+            raise ValueError(f"kv_split={self.kv_split!r} must be a multiple of block_n={self.block_n}, at most {MAX_KV_SPLIT}")
         if type(self.reference_step) is not int or self.reference_step not in (1, 2, 4, 8):
             raise ValueError(f"reference_step={self.reference_step!r} must be the int 1, 2, 4 or 8")
         if self.input_precision != "ieee":
@@ -223,7 +227,7 @@ PREFILL_TABLES: dict[str, PrefillTable] = {
     "sm_86": _PREFILL_SMALL,
     "sm_89": _PREFILL_SMALL,
     "sm_90": PrefillTable(
-        narrow=PrefillSchedule(), wide=PrefillSchedule(block_m=64, num_stages=1), fp32=_PREFILL_FP32, product=ProductSchedule(),
+        narrow=PrefillSchedule(form="hopper"), wide=PrefillSchedule(block_m=64, num_stages=1), fp32=_PREFILL_FP32, product=ProductSchedule(),
     ),
     "sm_100": _PREFILL_SMALL,
     "sm_120": _PREFILL_SMALL,

@@ -293,3 +293,74 @@ for call in calls:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@both
+@pytest.mark.parametrize("scale", [1e39, 1e-320, 10**400])
+def test_a_scale_out_of_the_range_of_fp32(good, op, scale):
+    refuse(op, good, "softmax_scale", softmax_scale=scale)
+
+
+@both
+def test_an_out_that_overlaps_itself(good, op):
+    out = good["out"]
+    refuse(op, good, "out has shape.*overlap", out=out[:1].expand(2, -1, -1))
+    refuse(op, good, "out has shape.*overlap", out=out.flatten().as_strided(out.shape, (out.stride(0) // 2, out.shape[2], 1)))
+
+
+def test_a_cache_that_overlaps_itself(mla):
+    from triton_mla import write_kv_cache
+
+    cache = torch.zeros(1, 16, 80, dtype=mla.dtype, device=mla.device)
+    c, pe, slots = torch.ones(1, 64, dtype=mla.dtype, device=mla.device), cache[0, :1, :16], torch.zeros(1, dtype=torch.int64, device=mla.device)
+    with pytest.raises(ValueError, match="kv_cache has shape.*overlap"):
+        write_kv_cache(c, pe, cache.expand(3, -1, -1), slots)
+    assert not cache.any()
+
+
+def test_a_page_of_more_than_32_bits():
+    from triton_mla import checks
+
+    cache = torch.empty(1, dtype=torch.float16, device="meta")
+    checks.paged_cache(cache.as_strided((1, 32, 80), (1, 2**26, 1)))
+    with pytest.raises(ValueError, match="kv_cache has strides"):
+        checks.paged_cache(cache.as_strided((1, 32, 80), (1, 2**27, 1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_head_strides_beyond_32_bits(mla, q_len):
+    """q and out of 65 heads that lie 2**25 elements apart: offsets of 2**31."""
+    batch = mla.batch([Request(1100, q_len, key=1)], num_heads=65)
+    op = "decode" if q_len == 1 else "extend"
+    expected = getattr(mla, op)(batch)
+    far = torch.empty(64 * 2**25 + q_len * 1024, dtype=mla.dtype, device=mla.device)
+    q = far.as_strided(batch.q.shape, (1024, 2**25, 1)).copy_(batch.q)
+    getattr(mla, op)(batch, q=q).assert_same(expected)
+    getattr(mla, op)(batch, out=far.as_strided(expected.out.shape, (1024, 2**25, 1))).assert_same(expected)
+
+
+@pytest.mark.gpu
+def test_starts_that_only_the_device_sees_do_not_lead_out_of_the_tensors(mla):
+    batch = mla.batch([Request(70, 3, key=1), Request(40, 2, key=2)])
+    guarded = torch.full((len(batch.q) + 8, *batch.q.shape[1:2], mla.kv_lora_rank), 7.0, dtype=mla.dtype, device=mla.device)
+    for starts in ([2, 3, 5], [0, 3, 12], [1, 9, 13]):
+        bad = torch.tensor(starts, dtype=torch.int32, device=mla.device)
+        mla.extend(replace(batch, cu_seqlens_q=bad), out=guarded[4 : 4 + len(batch.q)])
+        assert bool((guarded[:4] == 7).all()) and bool((guarded[4 + len(batch.q) :] == 7).all())
+
+
+def test_a_schedule_that_does_not_fit(mla):
+    if mla.device.type != "cuda":
+        pytest.skip("the interpreter has no shared memory")
+    from triton_mla import Schedule
+
+    batch = mla.batch([Request(40, 1, key=1)], kv_lora_rank=512, qk_rope_head_dim=64)
+    mla = replace(mla, kv_lora_rank=512, qk_rope_head_dim=64)
+    with pytest.raises(ValueError, match="schedule=.*shared memory"):
+        mla.decode(batch, plan=mla.plan("decode", batch, Schedule(block_rows=128, num_warps=8, num_stages=4)))
+
+
+def test_splits_longer_than_the_registers_hold():
+    with pytest.raises(ValueError, match="kv_split=134217728"):
+        ReductionOrder(kv_split=2**27)

@@ -114,3 +114,10 @@ def test_bad_states(mla):
     for name, arguments in bad:
         with pytest.raises(ValueError, match=name):
             merge_attn_states(*arguments)
+
+
+@pytest.mark.parametrize("width", [0, 1 << 16])
+def test_refused_widths(width, mla):
+    out, lse = torch.zeros(1, 1, width, dtype=mla.dtype, device=mla.device), torch.zeros(1, 1, device=mla.device)
+    with pytest.raises(ValueError, match="out_a has shape"):
+        merge_attn_states(out, lse, out, lse)

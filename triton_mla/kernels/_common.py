@@ -128,7 +128,7 @@ def locate_rows(row_tile, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_he
             start = tl.load(CU_SEQLENS_Q + i, mask=i <= batch_size, other=0)
             first_tile = start.to(tl.int64) * num_heads // ROWS + i
             starts_before += tl.sum(((i <= batch_size) & (first_tile <= row_tile)).to(tl.int32), 0)
-        request = starts_before - 1
+        request = tl.maximum(starts_before - 1, 0)
         real = request < batch_size
         q_start = tl.load(CU_SEQLENS_Q + request)
         q_end = tl.load(CU_SEQLENS_Q + request + 1, mask=real, other=num_tokens)
@@ -137,7 +137,8 @@ def locate_rows(row_tile, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_he
         row = (row_tile - (q_start.to(tl.int64) * num_heads // ROWS + request)).to(tl.int32) * ROWS + r
         head = row % num_heads
         token = row // num_heads
-        valid = token < q_len
+        # starts that do not begin with 0 or end past the tokens, which only the device sees, must not lead out of the tensors
+        valid = (row >= 0) & (token < q_len) & (token < num_tokens - q_start)
         seen = tl.where(real, kv_len - q_len + token + 1, 0)
         token += q_start
     return request, kv_len, token, head, seen, valid

@@ -34,13 +34,13 @@ def one_pass_kernel(
         lat = tl.arange(0, BLOCK_R)
         lat_ok = lat < R
         q_ok = valid & (seen > 0)
-        q_nope = tl.load(Q_NOPE + token.to(tl.int64)[:, None] * stride_qn_token + head[:, None] * stride_qn_head + lat[None, :],
+        q_nope = tl.load(Q_NOPE + token.to(tl.int64)[:, None] * stride_qn_token + head.to(tl.int64)[:, None] * stride_qn_head + lat[None, :],
                          mask=q_ok[:, None] & lat_ok[None, :], other=0.0)
         q_nope = operand(q_nope, EMULATE_BF16)
         if P > 0:
             rope = tl.arange(0, BLOCK_P)
             rope_ok = rope < P
-            q_pe = tl.load(Q_PE + token.to(tl.int64)[:, None] * stride_qp_token + head[:, None] * stride_qp_head + rope[None, :],
+            q_pe = tl.load(Q_PE + token.to(tl.int64)[:, None] * stride_qp_token + head.to(tl.int64)[:, None] * stride_qp_head + rope[None, :],
                            mask=q_ok[:, None] & rope_ok[None, :], other=0.0)
             q_pe = operand(q_pe, EMULATE_BF16)
         ones = tl.full([BLOCK_N, 16], 1.0, q_nope.dtype)

@@ -27,7 +27,7 @@ def store_state(
         out, lse = finish(ref, total, mass, acc)
         out = tl.where(too_long, float("nan"), out)
         finished = valid & (row_splits <= 1)
-        out_ptr = OUT + token.to(tl.int64)[:, None] * stride_out_token + head[:, None] * stride_out_head + cols[None, :]
+        out_ptr = OUT + token.to(tl.int64)[:, None] * stride_out_token + head.to(tl.int64)[:, None] * stride_out_head + cols[None, :]
         tl.store(out_ptr, round_to(out, OUT.dtype.element_ty, EMULATE_BF16), mask=finished[:, None] & cols_ok[None, :])
         if WITH_LSE and column_slice == 0:
             tl.store(LSE + row, tl.where(too_long, float("nan"), lse), mask=finished)
@@ -85,7 +85,7 @@ def combine_kernel(
     if count > 0:
         out, lse = finish(ref, total, mass, acc)
         token = row // num_heads
-        out_ptr = OUT + token.to(tl.int64) * stride_out_token + (row % num_heads) * stride_out_head + cols
+        out_ptr = OUT + token.to(tl.int64) * stride_out_token + (row % num_heads).to(tl.int64) * stride_out_head + cols
         tl.store(out_ptr[None, :], round_to(out, OUT.dtype.element_ty, EMULATE_BF16), mask=(cols < R)[None, :])
         if WITH_LSE and tl.program_id(1) == 0:
             tl.store(LSE + row + one, lse)

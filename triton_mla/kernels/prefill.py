@@ -39,7 +39,7 @@ def find_request(tile, CU_SEQLENS_Q, num_tokens, batch_size, BLOCK_M: tl.constex
         i = chunk + tl.arange(0, CHUNK)
         start = tl.load(CU_SEQLENS_Q + i, mask=i <= batch_size, other=0)
         begun += tl.sum(((i <= batch_size) & (start // BLOCK_M + i <= tile)).to(tl.int32), 0)
-    request = begun - 1
+    request = tl.maximum(begun - 1, 0)
     q_start = tl.load(CU_SEQLENS_Q + request)
     q_end = tl.load(CU_SEQLENS_Q + request + 1, mask=request < batch_size, other=num_tokens)
     return request, q_start, q_end - q_start, (tile - q_start // BLOCK_M - request) * BLOCK_M
@@ -151,7 +151,8 @@ def prefill_kernel(
     if active:
         kv_len = tl.where(real & (broken == 0), kv_len, 0)
         index = first_row + tl.arange(0, BLOCK_M)
-        valid = index < q_len
+        # starts that do not begin with 0 or end past the tokens, which only the device sees, must not lead out of the tensors
+        valid = (index >= 0) & (index < q_len) & (index < num_tokens - q_start)
         if CAUSAL:
             seen = tl.minimum(position + index + 1, kv_len)
             least = tl.minimum(position + first_row + 1, kv_len)

@@ -37,7 +37,7 @@ def scores_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     q_ok = valid & (seen > 0)
     lat = tl.arange(0, BLOCK_K)
-    q_row = Q_NOPE + token.to(tl.int64)[:, None] * stride_qn_token + head[:, None] * stride_qn_head
+    q_row = Q_NOPE + token.to(tl.int64)[:, None] * stride_qn_token + head.to(tl.int64)[:, None] * stride_qn_head
     for tile in tl.range(tl.program_id(1), tl.cdiv(visible, BLOCK_N), tl.num_programs(1), num_stages=1):
         pages = tile_pages(BLOCK_TABLE, request, stride_table, tile, visible, PAGE_SIZE, BLOCK_N, 1)
         offset, pos, owned = row_offsets(pages, BLOCK_TABLE, request, stride_table, stride_page, stride_slot, tile, tile, visible,
@@ -51,7 +51,7 @@ def scores_kernel(
         if P > 0:
             rope = tl.arange(0, BLOCK_P)
             rope_ok = rope < P
-            q_pe = tl.load(Q_PE + token.to(tl.int64)[:, None] * stride_qp_token + head[:, None] * stride_qp_head + rope[None, :],
+            q_pe = tl.load(Q_PE + token.to(tl.int64)[:, None] * stride_qp_token + head.to(tl.int64)[:, None] * stride_qp_head + rope[None, :],
                            mask=q_ok[:, None] & rope_ok[None, :], other=0.0)
             k_pe = tl.load(KV + offset[:, None] + R + rope[None, :], mask=owned[:, None] & rope_ok[None, :], other=0.0)
             s = tl.dot(operand(q_pe, EMULATE_BF16), tl.trans(operand(k_pe, EMULATE_BF16)), s, input_precision=PRECISION)
