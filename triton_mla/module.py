@@ -11,7 +11,7 @@ from .backends import Selection
 from .batch import BatchLayout
 from .dims import MLADims
 from .paths import MHA, PathRule
-from .plan import DEFAULT_CHUNK_TOKENS, check_dims, check_head_dims
+from .plan import DEFAULT_CHUNK_TOKENS, check_dims, check_head_dims, plan_prefill
 from .prefill import mla_prefill_paged
 from .step import Rows, StepPlan
 from .tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder
@@ -36,13 +36,17 @@ class MLAAttention(torch.nn.Module):
         """paths: which form each token takes; by default the absorbed form for all. order: of the absorbed form; prefill_order: of the mha
         form. chunk_tokens: of `mla_prefill_paged`; it bounds memory and changes no bit.
 
-        Raises ValueError: the weight has another shape than dims say, or no kernel serves the dims.
+        Raises ValueError: the weight has another shape than dims say, no kernel serves the dims, or an option is wrong.
         """
         super().__init__()
-        check_dims(dims.kv_lora_rank, dims.qk_rope_head_dim)
         paths = PathRule() if paths is None else paths
+        for name, value, kind in (("dims", dims, MLADims), ("paths", paths, PathRule), ("order", order, ReductionOrder)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name}={value!r} must be of type {kind.__name__}")
+        check_dims(dims.kv_lora_rank, dims.qk_rope_head_dim)
         if paths.prompt == MHA:
             check_head_dims(dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
+            plan_prefill(num_tokens=0, batch_size=0, num_heads=dims.num_heads, max_seq_len=0, chunk_tokens=chunk_tokens, order=prefill_order)
         expected = (dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim), dims.kv_lora_rank)
         if not isinstance(w_kv_b, torch.Tensor) or tuple(w_kv_b.shape) != expected:
             what = f"shape {tuple(w_kv_b.shape)}" if isinstance(w_kv_b, torch.Tensor) else f"type {type(w_kv_b).__name__}"
@@ -89,6 +93,8 @@ class MLAAttention(torch.nn.Module):
             ValueError: an argument is wrong; nothing has been launched or written.
         """
         dims = self.dims
+        if not isinstance(plan, StepPlan):
+            raise ValueError(f"plan={plan!r} must be a StepPlan, such as plan(layout) returns")
         cache = checks.tensor("kv_cache", kv_cache, dims=3)
         device, dtype = cache.device, cache.dtype
         if self.w_kv_b.device != device or self.w_kv_b.dtype != dtype:
@@ -102,9 +108,10 @@ class MLAAttention(torch.nn.Module):
             out = torch.empty(shape, dtype=dtype, device=device)
         else:
             checks.shape("out", checks.tensor("out", out, dims=3, dtype=dtype, device=device), shape, "a value vector for each head of the plan's tokens")
-        if plan.padded:
-            out.zero_()
+        self._check_plan(plan, cache)
         write_kv_cache(kv_c, k_pe, cache, plan.slot_mapping)
+        if plan.padded:  # after the write, which refuses bad arguments of its own
+            out.zero_()
         for rows, attend in ((plan.absorbed, self._absorbed), (plan.mha, self._mha)):
             if rows is None:
                 continue
@@ -115,6 +122,17 @@ class MLAAttention(torch.nn.Module):
                 attend(rows.take(q), cache, rows, part)
                 out.index_copy_(0, rows.tokens, part)
         return out.flatten(1)
+
+    def _check_plan(self, plan: StepPlan, cache: torch.Tensor) -> None:
+        """What the attention would refuse only after the write."""
+        num_pages, page_size, _ = cache.shape
+        if plan.page_size != page_size:
+            raise ValueError(f"kv_cache has pages of {page_size} tokens; they must have plan.page_size={plan.page_size}, which table and slots are of")
+        if plan.mha is not None and self.paths.prompt != MHA:
+            raise ValueError(f"plan has rows of the mha form; it must be of this layer's rule: {self.paths}")
+        for rows in (plan.mha, plan.absorbed):
+            if rows is not None:
+                checks.lengths(rows.seq_lens, rows.block_table, page_size, num_pages, rows.cu_seqlens_q, plan.num_tokens)
 
     def _absorbed(self, q: torch.Tensor, cache: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         dims = self.dims

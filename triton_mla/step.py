@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from . import checks
 from .batch import BatchLayout
 from .paths import PathRule, Segment, split_batch
+from .plan import check_page_size
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class Rows:
 class StepPlan:
     """What every layer of a step needs of the batch. Made once a step, on the host and without waiting for the device.
 
-    num_tokens: query tokens T, padding included. slot_mapping: [T] int64, as `write_kv_cache` takes it, -1 for padding.
+    num_tokens: query tokens T, padding included. page_size: tokens of a page of the cache that table and slots are of.
+    slot_mapping: [T] int64, as `write_kv_cache` takes it, -1 for padding.
     mha, absorbed: the rows of each form, None where there are none. padded: whether some tokens belong to neither; their output is 0.
     """
 
     num_tokens: int
+    page_size: int
     slot_mapping: torch.Tensor
     mha: Rows | None
     absorbed: Rows | None
@@ -56,36 +60,62 @@ class StepPlan:
         table = layout.table()
         lengths = torch.tensor(layout.query_lens, dtype=torch.int64), torch.tensor(layout.seq_lens, dtype=torch.int64)
         slots = _slots(*lengths, table, layout.page_size)
-        return cls.from_lengths(layout.query_lens, layout.seq_lens, _sent(table, device), _sent(slots, device), paths=paths, prompt_lens=layout.prompt_lens)
+        return cls.from_lengths(layout.query_lens, layout.seq_lens, _sent(table, device), _sent(slots, device), page_size=layout.page_size, paths=paths,
+                                prompt_lens=layout.prompt_lens)
 
     @classmethod
     def from_lengths(
-        cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, slot_mapping: torch.Tensor, *, paths: PathRule,
-        prompt_lens: Sequence[int | None] | None = None,
+        cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, slot_mapping: torch.Tensor, *, page_size: int,
+        paths: PathRule, prompt_lens: Sequence[int | None] | None = None,
     ) -> StepPlan:
         """The plan for an engine that has the lengths on the host, and table and slots on the device already.
 
         Args:
             query_lens, seq_lens, prompt_lens: of each request, as in `BatchLayout`.
             block_table: [B, W] int32; slot_mapping: [T] int64. Tokens past the sum of query_lens are padding.
+            page_size: tokens of a page of the cache that both are of.
+
+        Raises ValueError: an argument is wrong, or a prompt is cut that the rule wants whole.
         """
-        if block_table.dim() != 2 or block_table.shape[0] != len(query_lens):
-            raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must have a row for each of the {len(query_lens)} requests")
+        _check_tensors(block_table, slot_mapping, page_size, len(query_lens))
+        if len(seq_lens) != len(query_lens):
+            raise ValueError(f"seq_lens has {len(seq_lens)} requests; it must have {len(query_lens)}, as query_lens")
+        capacity = block_table.shape[1] * page_size
+        for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if not 0 <= seq_len <= capacity:
+                raise ValueError(f"seq_lens[{i}]={seq_len} must be from 0 to {capacity}: block_table has {block_table.shape[1]} pages of {page_size} tokens")
+            if query_len < 0 or (seq_len and query_len > seq_len):
+                raise ValueError(f"query_lens[{i}]={query_len} must be from 0 to seq_lens[{i}]={seq_len}, which includes it")
         total = sum(query_lens)
         num_tokens = slot_mapping.shape[0]
         if num_tokens < total:
             raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}; it must have a slot for each of the {total} query tokens")
         mha, absorbed = split_batch(query_lens, seq_lens, prompt_lens, paths)
-        return cls(num_tokens, slot_mapping, _rows(mha, block_table), _rows(absorbed, block_table), num_tokens > total)
+        return cls(num_tokens, page_size, slot_mapping, _rows(mha, block_table), _rows(absorbed, block_table), num_tokens > total)
 
     @classmethod
-    def decode(cls, block_table: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor) -> StepPlan:
+    def decode(cls, block_table: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, *, page_size: int) -> StepPlan:
         """The plan of one *generated* token for each request, over tensors on the device only: what a CUDA graph captures.
 
         A row of padding has seq_len 0 and slot -1. A prompt's last token is no generated one, even if it comes alone.
+        page_size: tokens of a page of the cache that table and slots are of.
+
+        Raises ValueError: a tensor has another shape, dtype or device than the step needs.
         """
+        _check_tensors(block_table, slot_mapping, page_size, len(slot_mapping))
+        checks.shape("seq_lens", checks.tensor("seq_lens", seq_lens, dims=1, dtype=torch.int32, device=slot_mapping.device), tuple(slot_mapping.shape),
+                     "one length for each of slot_mapping")
         starts = torch.arange(len(slot_mapping) + 1, dtype=torch.int32, device=slot_mapping.device)
-        return cls(len(slot_mapping), slot_mapping, None, Rows(slice(None), block_table, starts, seq_lens, True))
+        return cls(len(slot_mapping), page_size, slot_mapping, None, Rows(slice(None), block_table, starts, seq_lens, True))
+
+
+def _check_tensors(block_table: torch.Tensor, slot_mapping: torch.Tensor, page_size: int, num_requests: int) -> None:
+    """All that the layers' operations will ask of them, so that no layer writes its cache and then refuses the plan."""
+    check_page_size(page_size)
+    slots = checks.tensor("slot_mapping", slot_mapping, dims=1, dtype=torch.int64, device=getattr(slot_mapping, "device", None))
+    table = checks.tensor("block_table", block_table, dims=2, dtype=torch.int32, device=slots.device)
+    if table.shape[0] != num_requests:
+        raise ValueError(f"block_table has shape {tuple(table.shape)}; it must have a row for each of the {num_requests} requests")
 
 
 def _rows(segments: Sequence[Segment], block_table: torch.Tensor) -> Rows | None:

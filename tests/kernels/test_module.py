@@ -131,7 +131,7 @@ def test_tokens_past_the_requests_are_padding(mla):
     table, _, _ = layer.layout.tensors(mla.device)
     slots = torch.cat([plan.slot_mapping, torch.full((5,), -1, dtype=torch.int64, device=mla.device)])
     layout = layer.layout
-    plan = StepPlan.from_lengths(layout.query_lens, layout.seq_lens, table, slots, paths=RULES[1], prompt_lens=layout.prompt_lens)
+    plan = StepPlan.from_lengths(layout.query_lens, layout.seq_lens, table, slots, page_size=mla.page_size, paths=RULES[1], prompt_lens=layout.prompt_lens)
     assert plan.padded
     layer.q = torch.cat([layer.q, layer.q[:5] * float("nan")])
     layer.kv = torch.cat([layer.kv, layer.kv[:5] * float("nan")])
@@ -156,7 +156,7 @@ def test_a_plan_of_decode_rows_over_device_tensors(mla):
     layer = decode_layer(mla)
     expected = layer()
     table, _, lens = layer.layout.tensors(mla.device)
-    plan = StepPlan.decode(table, lens, layer.module.plan(layer.layout).slot_mapping)
+    plan = StepPlan.decode(table, lens, layer.module.plan(layer.layout).slot_mapping, page_size=mla.page_size)
     assert_bitwise_equal(layer(plan), expected)
 
 
@@ -185,7 +185,7 @@ def test_a_captured_decode(mla):
     layer = decode_layer(mla)
     expected = layer()
     table, _, lens = layer.layout.tensors(mla.device)
-    plan = StepPlan.decode(table, lens, layer.module.plan(layer.layout).slot_mapping)
+    plan = StepPlan.decode(table, lens, layer.module.plan(layer.layout).slot_mapping, page_size=mla.page_size)
     layer(plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -242,6 +242,8 @@ def test_roles_are_needed_for_the_mha_form(mla):
         (MLADims(2, 64, 16, 32, 48), None, None, "w_kv_b has type"),
         (MLADims(2, 60, 16, 32, 48), (160, 60), None, "kv_lora_rank=60"),
         (MLADims(2, 64, 16, 32, 40), (144, 64), PathRule(MHA), "v_head_dim=40"),
+        (None, (160, 64), None, "dims=None"),
+        (MLADims(2, 64, 16, 32, 48), (160, 64), "mha", "paths='mha'"),
     ],
 )
 def test_bad_modules(dims, shape, paths, word):
@@ -249,11 +251,26 @@ def test_bad_modules(dims, shape, paths, word):
         MLAAttention(dims, None if shape is None else torch.zeros(shape), paths=paths)
 
 
+@pytest.mark.parametrize(("option", "value"), [("order", None), ("prefill_order", ReductionOrder()), ("chunk_tokens", 100)])
+def test_bad_options(option, value):
+    with pytest.raises(ValueError, match="order=|chunk_tokens=100"):
+        MLAAttention(MLADims(2, 64, 16, 32, 48), torch.zeros(160, 64), paths=RULES[1], **{option: value})
+
+
 def test_bad_input_writes_nothing(mla):
     layer = decode_layer(mla)
-    plan, rank = layer.module.plan(layer.layout), layer.dims.kv_lora_rank
-    good = {"q": layer.q, "kv_c": layer.kv[:, :rank], "k_pe": layer.kv[:, rank:], "kv_cache": layer.cache, "plan": plan}
-    before = layer.cache.clone()
+    layout, rank = layer.layout, layer.dims.kv_lora_rank
+    plan = layer.module.plan(layout)
+    table, _, _ = layout.tensors(mla.device)
+    slots = torch.cat([plan.slot_mapping, plan.slot_mapping.new_full((1,), -1)])
+    plan = StepPlan.from_lengths(layout.query_lens, layout.seq_lens, table, slots, page_size=mla.page_size, paths=RULES[1], prompt_lens=layout.prompt_lens)
+    layer.q, layer.kv = (torch.cat([value, value[:1]]) for value in (layer.q, layer.kv))
+    out = torch.full((len(layer.q), layer.dims.num_heads, layer.dims.v_head_dim), 7.0, dtype=mla.dtype, device=mla.device)
+    good = {"q": layer.q, "kv_c": layer.kv[:, :rank], "k_pe": layer.kv[:, rank:], "kv_cache": layer.cache, "plan": plan, "out": out}
+    before, untouched = layer.cache.clone(), out.clone()
+    prompt = StepPlan.from_layout(BatchLayout([5], [5], [[0]], mla.page_size, [5]), paths=RULES[1], device=mla.device)
+    other_page = mla.page_size * 2
+    pages = layer.cache.new_zeros(4, other_page, layer.dims.latent_dim)
     for changes, word in [
         ({"q": layer.q[:-1]}, "q has shape"),
         ({"q": layer.q.double()}, "q has dtype"),
@@ -262,10 +279,33 @@ def test_bad_input_writes_nothing(mla):
         ({"kv_cache": layer.cache.double()}, "w_kv_b is"),
         ({"kv_cache": layer.cache[..., :-16].contiguous()}, "kv_cache has shape"),
         ({"out": layer.q[..., 1:]}, "out has shape"),
+        ({"plan": None}, "plan=None"),
+        ({"kv_c": layer.kv[:, :rank].double()}, "kv_c has dtype"),
+        ({"kv_cache": pages}, f"kv_cache has pages of {other_page} tokens; they must have plan.page_size={mla.page_size}"),
     ]:
         with pytest.raises(ValueError, match=word):
             layer.module(**{**good, **changes})
         assert_bitwise_equal(layer.cache, before, allow_nan=True)
+        assert_bitwise_equal(out, untouched)
+        assert not bool(pages.any())
+    layer.module.paths = RULES[0]
+    with pytest.raises(ValueError, match="plan has rows of the mha form"):
+        layer.module(layer.q[:5], layer.kv[:5, :rank], layer.kv[:5, rank:], layer.cache, prompt)
+    assert_bitwise_equal(layer.cache, before, allow_nan=True)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["absorbed", "mha"])
+def test_a_page_id_past_the_cache_writes_nothing(mla, rule):
+    """Only the host's tensors show it: a GPU's are never read back."""
+    if mla.device.type != "cpu":
+        pytest.skip("on the CPU only")
+    layer = Layer(mla, [(2, 40, 40)], rule)
+    before = layer.cache.clone()
+    good = layer.layout.page_ids[0]
+    layout = BatchLayout([2], [40], [[10**6, *good[1:]]], mla.page_size, [40])  # the new tokens' own page is a good one
+    with pytest.raises(ValueError, match="block_table.0. has page ids"):
+        layer(layer.module.plan(layout))
+    assert_bitwise_equal(layer.cache, before, allow_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +315,24 @@ def test_bad_input_writes_nothing(mla):
         ({"block_table": torch.zeros(2, 4, dtype=torch.int32)}, "block_table has shape"),
         ({"seq_lens": [9]}, "seq_lens has 1 requests"),
         ({"prompt_lens": [9, 9]}, "prompt_lens has 2 requests"),
+        ({"page_size": 8}, "page_size=8"),
+        ({"page_size": None}, "page_size=None"),
+        ({"seq_lens": [5, 65, 7]}, r"seq_lens\[1\]=65 must be from 0 to 64"),
+        ({"query_lens": [1, 7, 0]}, r"query_lens\[1\]=7"),
+        ({"block_table": torch.zeros(3, 4, dtype=torch.int64)}, "block_table has dtype"),
+        ({"block_table": torch.zeros(3, 8, dtype=torch.int32)[:, ::2]}, "block_table has strides"),
+        ({"slot_mapping": [0, 1, 2]}, "slot_mapping="),
     ],
 )
 def test_bad_plans(changes, word):
-    good = {"query_lens": [1, 2, 0], "seq_lens": [5, 6, 7], "block_table": torch.zeros(3, 4, dtype=torch.int32), "prompt_lens": [1, 1, 1]}
+    good = {"query_lens": [1, 2, 0], "seq_lens": [5, 6, 7], "block_table": torch.zeros(3, 4, dtype=torch.int32), "prompt_lens": [1, 1, 1], "page_size": 16}
     good["slot_mapping"] = torch.zeros(3, dtype=torch.int64)
     assert StepPlan.from_lengths(**good, paths=RULES[1]).num_tokens == 3
     with pytest.raises(ValueError, match=word):
         StepPlan.from_lengths(**{**good, **changes}, paths=RULES[1])
+
+
+@pytest.mark.parametrize(("lens", "word"), [(torch.ones(2, dtype=torch.int32), "seq_lens has shape"), (torch.ones(3, dtype=torch.int64), "seq_lens has dtype")])
+def test_bad_plans_of_decode_rows(lens, word):
+    with pytest.raises(ValueError, match=word):
+        StepPlan.decode(torch.zeros(3, 4, dtype=torch.int32), lens, torch.zeros(3, dtype=torch.int64), page_size=16)
