@@ -48,7 +48,7 @@ def test_ragged(mha16, launches, num_heads):
 MANY = [(1 + i % 3, 1 + i * 7 % 300) for i in range(300)]
 
 
-@pytest.mark.parametrize("requests", [[(2000, 2000)], [(2, 2048)] * 3, MANY, [(5, 0)]], ids=["long", "new", "many", "none"])
+@pytest.mark.parametrize("requests", [[(2000, 2000)], [(2, 2048)] * 3, MANY, [(5, 0), (3, 40)]], ids=["long", "new", "many", "keyless"])
 def test_batches(mha16, launches, requests):
     assert_same(mha16, launches, mha16.make(requests, [1 + i % 5 for i in range(len(requests))]))
 
