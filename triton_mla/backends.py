@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from triton_mla.capabilities import BACKENDS, DECODE, PHASES, PREFILL, Backend, Request, Sizes
 from triton_mla.config import AUTO, Settings
 from triton_mla.errors import UnsupportedError
-from triton_mla.paths import PathRule
+from triton_mla.paths import ABSORBED, PathRule
 
 __all__ = ["BACKENDS", "Adjustment", "Backend", "Request", "Selection", "Sizes", "backend_named", "select"]
 
@@ -78,6 +78,8 @@ def select(request: Request, *, settings: Settings) -> Selection:
     """
     verdicts = {phase: {row.name: row.reasons(request, phase) for row in BACKENDS} for phase in PHASES}
     decode, decode_reason = _choose(DECODE, request, settings, verdicts[DECODE], None)
+    if request.batch_invariant:
+        verdicts[PREFILL] = {row.name: verdicts[PREFILL][row.name] + _reasons_beside(row, decode) for row in BACKENDS}
     prefill, prefill_reason = _choose(PREFILL, request, settings, verdicts[PREFILL], decode)
     page_size, adjustments = _fit_page_size(request, (prefill, decode))
     named = {phase: _named(settings, phase) is not None for phase in PHASES}
@@ -95,6 +97,13 @@ def select(request: Request, *, settings: Settings) -> Selection:
     )
 
 
+def _reasons_beside(row: Backend, decode: Backend) -> tuple[str, ...]:
+    """What speaks, in batch-invariant mode, against a backend of prefill beside that of decode."""
+    if row is decode or row.prefill_form != ABSORBED or PREFILL not in row.phases:
+        return ()
+    return (f"its prefill has decode's form, but it is not decode's {decode.name}: recomputed generated tokens would change backend and bits",)
+
+
 def _named(settings: Settings, phase: str) -> str | None:
     name = getattr(settings, f"{phase}_backend")
     return None if name == AUTO else name
@@ -107,7 +116,7 @@ def _choose(
     if name is None:
         return _choose_automatically(phase, request, verdicts, decode)
     where = settings.describe(f"{phase}_backend")
-    backend = backend_named(name, where.removesuffix(f"={name}"))
+    backend = backend_named(name, where.partition("=")[0])
     if verdicts[name]:
         raise UnsupportedError(f"{where}: the backend cannot serve {phase}", {name: verdicts[name]})
     logger.info("%s backend: %s, named by %s", phase, name, where)

@@ -119,6 +119,9 @@ class Backend:
             )
         if request.batch_invariant:
             require(self.invariant, f"it is not batch-invariant: {self.invariance}")
+            if phase == DECODE:
+                reason = "it has no prefill, so generated tokens recomputed after a preemption would change backend and bits"
+                require(PREFILL in self.phases, reason)
             if request.keep_prefix:
                 reason = "prefix caching cannot be kept: a cached or recomputed token would not have its decoded bits"
                 require(self.keeps_prefix, reason)

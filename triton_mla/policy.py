@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from triton_mla.backends import BACKENDS, Selection, select
+from triton_mla.backends import BACKENDS, Selection, backend_named, select
 from triton_mla.capabilities import PHASES, Request
 from triton_mla.config import Settings, normalize_dtype
 from triton_mla.dims import MLADims
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CACHING = "enable_prefix_caching"
 _KEEP = "TRITON_MLA_PREFIX_CACHING=keep"
+_MISSING = object()
 
 
 def resolve(
@@ -57,9 +58,12 @@ def resolve(
     that cannot take the change.
     """
     settings = Settings.from_env() if settings is None else settings
+    for name, value, kind in (("settings", settings, Settings), ("dims", dims, MLADims)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r} must be of type {kind.__name__}")
     settings = settings.override(prefill_backend=prefill_backend, decode_backend=decode_backend)
     page_size, fixed = _page_size(cache_config)
-    cache_name = getattr(cache_config, "cache_dtype", None)
+    cache_name = _read(cache_config, "cache_dtype")
     cache_dtype = normalize_dtype(cache_name, auto=normalize_dtype(dtype), argument="cache_config.cache_dtype")
     forms, form_reason = prompt_forms(settings, token_roles=token_roles, whole_prompts=whole_prompts)
     request = Request(
@@ -140,7 +144,9 @@ def explain_lines(subject: Selection | Settings) -> list[str]:
     forms = data["forms"]
     lines.append(f"forms: prompt tokens {forms['prompt']}, generated tokens {forms['generated']}: {forms['reason']}")
     lines.append(f"  {forms['rule']}")
-    lines.append(f"page size: {data['page_size'] or 'any the engine takes'}")
+    takes = {backend_named(name).page_sizes: name for name in (subject.prefill, subject.decode)}
+    left = f"left to the engine; {'; '.join(f'{name} takes {sizes}' for sizes, name in takes.items())}"
+    lines.append(f"page size: {data['page_size'] or left}")
     lines += [f"  {c['name']} {c['old']} -> {c['new']}: {c['why']}" for c in data["adjustments"]]
     lines.append(f"prefix caching: {data['prefix_caching']}")
     return lines
@@ -149,17 +155,28 @@ def explain_lines(subject: Selection | Settings) -> list[str]:
 def _arch(device: torch.device | str | None) -> str:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" or (device.type == "cpu" and INTERPRETED):
-        return arch_of(device)
-    return device.type
+    try:
+        found = torch.device(device)
+        if found.type == "cuda" or (found.type == "cpu" and INTERPRETED):
+            return arch_of(found)
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's, for a device that is none or is not there
+        raise ValueError(f"device={device!r} must be a device of this machine: {str(error).partition(chr(10))[0]}") from error
+    return found.type
+
+
+def _read(config: Any, name: str, default: Any = None) -> Any:
+    """An attribute of the engine's object, whose getters are not ours."""
+    try:
+        return getattr(config, name, default)
+    except Exception as error:
+        raise ValueError(f"cache_config.{name} of type {type(config).__name__} cannot be read: {error}") from error
 
 
 def _page_size(cache_config: Any) -> tuple[int | None, bool]:
-    size = getattr(cache_config, "block_size", None)
+    size = _read(cache_config, "block_size")
     if size is not None and (type(size) is not int or size <= 0):
         raise ValueError(f"cache_config.block_size={size!r}: allowed are None and positive integers")
-    return size, size is not None and getattr(cache_config, "user_specified_block_size", True) is not False
+    return size, size is not None and _read(cache_config, "user_specified_block_size", True) is not False
 
 
 def _apply(cache_config: Any, selection: Selection) -> Selection:
@@ -183,12 +200,12 @@ def _caching_action(cache_config: Any, selection: Selection) -> tuple[str, int]:
     if keeps_prefix_cache(settings):
         keep = settings.describe("prefix_caching")
         return f"left as it is: {keep}; sound because every token takes the absorbed form", logging.INFO
-    if not hasattr(cache_config, _CACHING):
+    current = _read(cache_config, _CACHING, _MISSING)
+    if current is _MISSING:
         raise ValueError(
             f"cache_config of type {type(cache_config).__name__} has no {_CACHING}: batch-invariant mode ({flag}) "
             "needs the object that the scheduler reads"
         )
-    current = getattr(cache_config, _CACHING)
     if not current and current is not None:
         return f"already off; batch-invariant mode, {flag}", logging.DEBUG
     backends = f"prefill backend {selection.prefill} and decode backend {selection.decode}"

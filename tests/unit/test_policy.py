@@ -10,7 +10,7 @@ import torch
 
 from triton_mla import backends, policy
 from triton_mla.backends import BACKENDS
-from triton_mla.capabilities import ABSORBED, MHA, PREFILL
+from triton_mla.capabilities import ABSORBED, DECODE, MHA, PHASES, PREFILL
 from triton_mla.config import VARIABLES, Settings
 from triton_mla.dims import MLADims
 from triton_mla.errors import UnsupportedError
@@ -214,7 +214,7 @@ def test_the_changes_are_made_together_or_not_at_all(monkeypatch):
         def __init__(self):
             self.block_size = None
 
-    invariant = dataclasses.replace(backends.backend_named("flashmla"), invariant=True)
+    invariant = dataclasses.replace(backends.backend_named("flashmla"), invariant=True, phases=PHASES)
     monkeypatch.setattr(backends, "BACKENDS", tuple(invariant if row.name == "flashmla" else row for row in BACKENDS))
     config = FixedCaching()
     with pytest.raises(ValueError, match="the write had no effect"):
@@ -225,13 +225,47 @@ def test_the_changes_are_made_together_or_not_at_all(monkeypatch):
     assert (config.block_size, config.enable_prefix_caching) == (64, False)
 
 
-def test_invariant_peer_gets_prefix_caching_off_too(log):
+@pytest.fixture
+def invariant_peer(monkeypatch):
+    """A peer that is invariant and recomputes its own tokens."""
+    rows = [dataclasses.replace(row, invariant=True) if row.name == "flashinfer_mla" else row for row in BACKENDS]
+    monkeypatch.setattr(backends, "BACKENDS", tuple(rows))
+    return "flashinfer_mla"
+
+
+def test_invariant_peer_gets_prefix_caching_off_too(invariant_peer, log):
     config = cache_config()
-    selection = run(config, decode_backend="vllm_triton_mla")
-    assert (selection.prefill, selection.decode) == ("triton_mla", "vllm_triton_mla")
+    selection = run(config, decode_backend=invariant_peer)
+    assert (selection.prefill, selection.decode) == (invariant_peer, invariant_peer)
     assert config.enable_prefix_caching is False
     (warning,) = warnings(log)
-    assert "decode backend vllm_triton_mla" in warning and "prefill backend triton_mla" in warning
+    assert "decode backend flashinfer_mla" in warning and "prefill backend flashinfer_mla" in warning
+
+
+@pytest.mark.parametrize("roles", [False, True])
+def test_a_decode_backend_that_cannot_recompute_its_tokens_is_not_invariant(roles):
+    config = cache_config()
+    with pytest.raises(UnsupportedError) as caught:
+        run(config, decode_backend="vllm_triton_mla", token_roles=roles)
+    (reason,) = caught.value.reasons["vllm_triton_mla"]
+    assert "generated tokens recomputed after a preemption would change backend" in reason
+    assert config.enable_prefix_caching is True
+    assert run(config, Settings(), decode_backend="vllm_triton_mla").prefill == "triton_mla"
+
+
+@pytest.mark.parametrize("roles", [False, True])
+def test_two_absorbed_backends_are_refused_in_invariant_mode(invariant_peer, roles):
+    """Without roles all recomputed tokens go through prefill; with them the rule still gives both roles one form."""
+    with pytest.raises(UnsupportedError) as caught:
+        run(cache_config(), decode_backend="triton_mla", prefill_backend=invariant_peer, token_roles=roles)
+    assert "not decode's triton_mla: recomputed generated tokens would change backend" in str(caught.value)
+    assert run(cache_config(), Settings(), decode_backend="triton_mla", prefill_backend=invariant_peer).prefill == invariant_peer
+
+
+def test_prompts_of_the_mha_form_may_stand_beside_another_decode(invariant_peer):
+    selection = run(cache_config(), decode_backend=invariant_peer, token_roles=True)
+    assert (selection.prefill, selection.decode) == ("triton_mla_mha", invariant_peer)
+    assert selection.verdicts[DECODE][invariant_peer] == selection.verdicts[PREFILL]["triton_mla_mha"] == ()
 
 
 @pytest.mark.parametrize("name", [row.name for row in BACKENDS if row.name != "triton_mla"])
@@ -297,7 +331,7 @@ def test_without_the_chunked_prefix(invariant, whole, rule):
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_page_size_is_adjusted_where_the_config_leaves_it_open(flag, log, monkeypatch):
-    rows = [dataclasses.replace(row, invariant=True) if row.name == "flashmla" else row for row in BACKENDS]
+    rows = [dataclasses.replace(row, invariant=True, phases=PHASES) if row.name == "flashmla" else row for row in BACKENDS]
     monkeypatch.setattr(backends, "BACKENDS", tuple(rows))
     for config in (cache_config(block_size=None), cache_config(block_size=16, user_specified_block_size=False)):
         old = config.block_size
@@ -378,6 +412,43 @@ def test_the_device_is_by_default_the_current_one(monkeypatch):
 def test_another_kind_of_device_is_refused_with_reasons():
     with pytest.raises(UnsupportedError, match="triton_mla: architecture mps is not supported"):
         run(cache_config(), arch=None, device="mps")
+
+
+class Unreadable:
+    """An engine's config with a getter that fails."""
+
+    block_size = 16
+
+    @property
+    def enable_prefix_caching(self):
+        raise RuntimeError("not initialised")
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"arch": None, "device": "foo"}, "device='foo'"),
+        ({"arch": None, "device": 5.5}, "device=5.5"),
+        ({"arch": None, "device": "cuda"}, "device='cuda'"),
+        ({"arch": None, "device": 5}, "device=5"),
+        ({"dims": None}, "dims=None must be of type MLADims"),
+        ({"settings": {"batch_invariant": True}}, "settings={'batch_invariant': True} must be of type Settings"),
+        ({"config": Unreadable()}, "cache_config.enable_prefix_caching of type Unreadable cannot be read: not initialised"),
+    ],
+)
+def test_bad_arguments_are_named(values, word, monkeypatch):
+    def missing(device):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(policy, "arch_of", missing)
+    with pytest.raises(ValueError) as caught:
+        run(**{"config": cache_config(), **values})
+    assert word in str(caught.value)
+
+
+def test_explain_tells_what_pages_the_engine_may_choose():
+    lines = explain_lines(run(cache_config(block_size=None), Settings()))
+    assert "page size: left to the engine; triton_mla takes 1 or a multiple of 16" in lines
 
 
 def test_explain_is_json_and_tells_every_decision():
