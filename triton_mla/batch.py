@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,18 +36,22 @@ class BatchLayout:
 
     def __post_init__(self) -> None:
         check_page_size(self.page_size)
+        for name in ("query_lens", "seq_lens", "page_ids", "prompt_lens"):
+            if not hasattr(value := getattr(self, name), "__len__") and (value is not None or name != "prompt_lens"):
+                raise ValueError(f"{name}={value!r} must be a sequence with an entry for each request")
         if not len(self.query_lens) == len(self.seq_lens) == len(self.page_ids):
             raise ValueError(
                 f"query_lens, seq_lens and page_ids have {len(self.query_lens)}, {len(self.seq_lens)} and {len(self.page_ids)} requests; "
                 "they must have equally many"
             )
         for i, (q_len, seq_len, pages) in enumerate(zip(self.query_lens, self.seq_lens, self.page_ids, strict=True)):
+            _check_int(f"query_lens[{i}]", q_len)
+            _check_int(f"seq_lens[{i}]", seq_len)
+            _check_pages(i, pages)
             if q_len < 0 or (seq_len and q_len > seq_len):
                 raise ValueError(f"query_lens[{i}]={q_len} must be from 0 to seq_lens[{i}]={seq_len}, which includes it")
             if not 0 <= seq_len <= len(pages) * self.page_size:
                 raise ValueError(f"seq_lens[{i}]={seq_len} must be from 0 to {len(pages) * self.page_size}: page_ids[{i}] has {len(pages)} pages")
-            if any(page < 0 for page in pages):
-                raise ValueError(f"page_ids[{i}]={list(pages)} must not be negative")
         if self.prompt_lens is None:
             return
         if len(self.prompt_lens) != len(self.seq_lens):
@@ -85,3 +90,24 @@ class BatchLayout:
         starts = torch.tensor([0, *self.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lens = torch.tensor(list(self.seq_lens), dtype=torch.int32)
         return self.table().to(device), starts.to(device), lens.to(device)
+
+
+def _check_int(name: str, value: object) -> None:
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # whatever was given
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be an int") from None
+
+
+def _check_pages(request: int, pages: Sequence[int]) -> None:
+    try:
+        ids = array("i", pages)  # refuses what is no int of 32 bits, in less time than a loop takes
+    except (TypeError, OverflowError):
+        ids = None
+    if ids is not None and (not ids or min(ids) >= 0):
+        return
+    if hasattr(pages, "__len__"):
+        for j, page in enumerate(pages):
+            if not hasattr(page, "__index__") or not 0 <= page < 2**31:
+                raise ValueError(f"page_ids[{request}][{j}]={page!r} must be an int from 0 to 2**31 - 1")
+    raise ValueError(f"page_ids[{request}]={pages!r} must be a sequence of ints from 0 to 2**31 - 1")

@@ -103,11 +103,14 @@ def _one_of(choices: Mapping[str, Any]) -> Callable[[Any], Any]:
 def _backend(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"allowed are {_BACKEND}")
-    return value
+    return AUTO if value.lower() == AUTO else value
 
 
 def _kv_split(value: Any) -> int:
-    return ReductionOrder(kv_split=value).kv_split
+    try:
+        return ReductionOrder(kv_split=value).kv_split
+    except ValueError as error:  # which begins with the field's name, as the caller's message does
+        raise ValueError(str(error).removeprefix(f"kv_split={value!r} ")) from None
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
@@ -125,7 +128,31 @@ def _parse(name: str, where: str, value: Any) -> Any:
     try:
         return _PARSERS[name](value)
     except ValueError as error:
-        raise ValueError(f"{where}={value}: {error}") from None
+        raise ValueError(f"{where}={_shown(value)}: {error}") from None
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+class _Default:
+    """In place of a value that was not given: one that equals the default is an argument all the same."""
+
+    def __repr__(self) -> str:
+        return "<default>"
+
+
+_DEFAULT: Any = _Default()
+_DEFAULTS: dict[str, Any] = {
+    "batch_invariant": False,
+    "prefix_caching": AUTO,
+    "prefill_backend": AUTO,
+    "decode_backend": AUTO,
+    "prefill_path": AUTO,
+    "chunked_prefix": True,
+    "kv_split": DEFAULT_ORDER.kv_split,
+}
 
 
 @dataclass(frozen=True)
@@ -136,26 +163,30 @@ class Settings:
     prefix_caching: "auto" | "keep". prefill_backend, decode_backend: "auto" or a name in `backends.BACKENDS`.
     prefill_path: "auto" | "mha" | "absorbed". chunked_prefix: whether the mha form may read a cached prefix in chunks.
     kv_split: tokens between two cuts of a KV sequence. origins: field -> "argument", "default" or the variable's name.
+    Defaults: those of `VARIABLES`.
 
     Raises ValueError naming the field, the value and what is allowed.
     """
 
-    batch_invariant: bool = False
-    prefix_caching: str = AUTO
-    prefill_backend: str = AUTO
-    decode_backend: str = AUTO
-    prefill_path: str = AUTO
-    chunked_prefix: bool = True
-    kv_split: int = DEFAULT_ORDER.kv_split
+    batch_invariant: bool = _DEFAULT
+    prefix_caching: str = _DEFAULT
+    prefill_backend: str = _DEFAULT
+    decode_backend: str = _DEFAULT
+    prefill_path: str = _DEFAULT
+    chunked_prefix: bool = _DEFAULT
+    kv_split: int = _DEFAULT
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.origins, Mapping):
+            raise ValueError(f"origins={self.origins!r} must be a mapping from fields to where their values came from")
         origins = {}
-        for item in _value_fields():
-            value = _parse(item.name, item.name, getattr(self, item.name))
-            object.__setattr__(self, item.name, value)
-            stated = self.origins.get(item.name, "default")
-            origins[item.name] = "argument" if stated == "default" and value != item.default else stated
+        for name, default in _DEFAULTS.items():
+            given = getattr(self, name)
+            value = default if given is _DEFAULT else _parse(name, name, given)
+            object.__setattr__(self, name, value)
+            stated = self.origins.get(name, "default" if given is _DEFAULT else "argument")
+            origins[name] = "argument" if stated == "default" and value != default else stated
         object.__setattr__(self, "origins", origins)
 
     @classmethod
@@ -174,7 +205,8 @@ class Settings:
             if variable.name not in env or variable.field in values:
                 continue
             raw: Any = env[variable.name]
-            if variable.field == "kv_split" and raw.isascii() and raw.isdecimal():
+            # No more digits than an int64 has: Python refuses thousands of them with an error that names nothing.
+            if variable.field == "kv_split" and raw.isascii() and raw.isdecimal() and len(raw) < 20:
                 raw = int(raw)
             values[variable.field] = _parse(variable.field, variable.name, raw)
             origins[variable.field] = variable.name
@@ -203,12 +235,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """field -> {"value", "origin"}, of plain JSON values."""
-        names = [item.name for item in _value_fields()]
-        return {name: {"value": getattr(self, name), "origin": self.origins[name]} for name in names}
-
-
-def _value_fields() -> tuple[dataclasses.Field[Any], ...]:
-    return tuple(item for item in dataclasses.fields(Settings) if item.name != "origins")
+        return {name: {"value": getattr(self, name), "origin": self.origins[name]} for name in _DEFAULTS}
 
 
 _reported_unknown: set[str] = set()

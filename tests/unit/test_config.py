@@ -143,6 +143,42 @@ def test_direct_settings_count_as_arguments():
     assert settings.origin("kv_split") == "default"
 
 
+def test_a_direct_value_equal_to_the_default_is_an_argument():
+    settings = Settings(kv_split=DEFAULT_ORDER.kv_split, batch_invariant=False)
+    assert [name for name in FIELDS if settings.origin(name) == "argument"] == ["batch_invariant", "kv_split"]
+    assert settings == Settings() and hash(settings) == hash(Settings())
+    assert dataclasses.replace(Settings(), prefill_path="auto").origin("kv_split") == "default"
+
+
+@pytest.mark.parametrize("value", [None, ["kv_split"]])
+def test_bad_origins(value):
+    with pytest.raises(ValueError, match="^origins="):
+        Settings(origins=value)
+
+
+@pytest.mark.parametrize("text", ["AUTO", "Auto"])
+def test_auto_in_any_case(text):
+    assert Settings(decode_backend=text, prefill_backend=text, prefill_path=text, prefix_caching=text) == Settings()
+    assert Settings.from_env({"TRITON_MLA_DECODE_BACKEND": text}) == Settings()
+
+
+def test_messages_name_the_value_once():
+    for make, where in [
+        (lambda: Settings(kv_split=0), "kv_split"),
+        (lambda: Settings.from_env({"TRITON_MLA_KV_SPLIT": "0"}), "TRITON_MLA_KV_SPLIT"),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            make()
+        assert str(caught.value) == f"{where}=0: must be a positive int, a multiple of block_n=64"
+
+
+def test_a_number_of_thousands_of_digits_names_the_variable():
+    with pytest.raises(ValueError) as caught:
+        Settings.from_env({"TRITON_MLA_KV_SPLIT": "6" * 5000})
+    message = str(caught.value)
+    assert message.startswith("TRITON_MLA_KV_SPLIT=666") and "(5000 characters): must be" in message and len(message) < 200
+
+
 def test_override_replaces_only_what_is_given():
     settings = Settings.from_env({"TRITON_MLA_DECODE_BACKEND": "flashmla", "VLLM_BATCH_INVARIANT": "1"})
     changed = settings.override(decode_backend="triton_mla", prefill_backend=None)
