@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from triton import knobs
+from triton.runtime.errors import OutOfResources
 
 from triton_mla import absorb, attention, module, prefill, step, verification
 from triton_mla.paths import split_batch
 from triton_mla.tuning import PrefillOrder
 from triton_mla.verification import prefill_controls, profiles, sequences, suite
 from triton_mla.verification.report import Report
+from triton_mla.verification.trial import where_it_fits
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="runs under Triton's interpreter")
 
@@ -214,6 +216,19 @@ def cold_dependent(op: Op, q: Any, *args: Any, **options: Any) -> Any:
 def test_a_cache_that_is_not_the_cold_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "mla_extend", functools.partial(cold_dependent, module.mla_extend))
     assert failed(run({"sequences: pages of an earlier turn, absorbed form"}))
+
+
+def test_schedules_that_do_not_fit_are_left_out_and_no_other_error() -> None:
+    def refused(cause: Exception) -> None:
+        with where_it_fits():
+            raise ValueError("schedule must fit the device") from cause
+
+    too_large = OutOfResources(2, 1, "shared memory")
+    refused(too_large)
+    with where_it_fits():
+        raise too_large
+    with pytest.raises(ValueError):
+        refused(RuntimeError())
 
 
 NAMES = [control.name for control in prefill_controls.CONTROLS]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from triton_mla.testing import Request
 from triton_mla.verification.schedules import plans
-from triton_mla.verification.trial import VICTIM, Check, Comparisons, NotHereError, Trial, empty, need_gpu, pick, register, same
+from triton_mla.verification.trial import VICTIM, Check, Comparisons, NotHereError, Trial, empty, need_gpu, pick, register, same, where_it_fits
 
 CHECKS: list[Check] = []
 check = functools.partial(register, CHECKS)
@@ -238,7 +236,7 @@ def tile_shapes(trial: Trial) -> Comparisons:
     ):
         expected = call(batch)
         for name, plan in plans(trial, batch, decode=what == "decode"):
-            with contextlib.suppress(OutOfResources):  # a tile that this GPU's shared memory does not hold
+            with where_it_fits():
                 yield f"{what}, {name}", same(call(batch, plan=plan), expected)
 
 

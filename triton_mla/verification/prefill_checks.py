@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from itertools import combinations
 
 import torch
-from triton.runtime.errors import OutOfResources
 
 from triton_mla import absorb, prefill
 from triton_mla.testing import PagedBatch, Request, bitwise_equal
 from triton_mla.tuning import PREFILL_TABLES, PrefillSchedule, arch_of
 from triton_mla.verification.mha import NAN, Mha
-from triton_mla.verification.trial import VICTIM, Check, Comparisons, Trial, empty, need_gpu, register, same
+from triton_mla.verification.trial import VICTIM, Check, Comparisons, Trial, empty, need_gpu, register, same, where_it_fits
 
 CHECKS: list[Check] = []
 check = functools.partial(register, CHECKS)
@@ -194,7 +192,7 @@ def tile_shapes(trial: Trial) -> Comparisons:
         batch = mha.batch([Request(mha.tokens, q_len=mha.tokens, key=VICTIM), Request(2000, q_len=70, key=101)], gain=gain)
         expected = mha.rows(batch)
         for schedule in prefill_schedules(arch_of(trial.device), trial.dtype):
-            with contextlib.suppress(OutOfResources):  # a tile that this GPU's shared memory does not hold
+            with where_it_fits():
                 yield f"{schedule} with scores of {gain}", same(mha.rows(batch, schedule=schedule), expected)
 
 

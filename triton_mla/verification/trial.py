@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from triton_mla import attention
 from triton_mla.testing import PagedBatch, Request, bitwise_equal, make_paged_batch
@@ -40,6 +42,18 @@ def need_gpu(trial: Trial) -> None:
     """Leaves a check out where there is none."""
     if trial.device.type != "cuda":
         raise NotHereError("needs a GPU")
+
+
+@contextlib.contextmanager
+def where_it_fits() -> Iterator[None]:
+    """Leaves out a schedule that this GPU's registers or shared memory do not hold, however a call says so."""
+    try:
+        yield
+    except OutOfResources:
+        pass
+    except ValueError as error:
+        if not isinstance(error.__cause__, OutOfResources):
+            raise
 
 
 def same(a: Rows, b: Rows) -> bool:
