@@ -14,7 +14,7 @@ import torch
 from triton import knobs
 
 from triton_mla import cli, verification
-from triton_mla.cli import doctor
+from triton_mla.cli import doctor, verify
 from triton_mla.cli.text import ProgressLine, columns
 from triton_mla.config import VARIABLES
 from triton_mla.verification.report import CheckResult, ControlResult, Report
@@ -47,6 +47,8 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         [],
         ["guess"],
         ["verify", "--device", "tpu"],
+        ["verify", "--device", "cuda:-1"],
+        ["verify", "--device", "cuda:x"],
         ["verify", "--jobs", "0"],
         ["explain", "--model", "llama"],
         ["doctor", "--guess"],
@@ -58,6 +60,44 @@ def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -
         cli.main(argv)
     assert stopped.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+WRONG_VALUES = [
+    (["explain", "--heads", "0"], "num_heads=0"),
+    (["explain", "--kv-split", "100"], "kv_split=100"),
+    (["explain", "--batch-invariant", "maybe"], "batch_invariant=maybe"),
+    (["explain", "--dtype", "int4"], "dtype=int4"),
+    (["explain", "--decode-backend", "guess"], "decode_backend=guess"),
+    (["verify", "--device", "cuda:99999"], "device=cuda:99999"),
+    (["verify", "--device", "cuda:65536"], "device=cuda:65536"),
+    (["verify", "--record", "/no/such/folder/file.json"], "record=/no/such/folder/file.json"),
+]
+
+
+@pytest.mark.parametrize(("argv", "word"), WRONG_VALUES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_wrong_value_is_2_and_named(argv: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    told = capsys.readouterr()
+    assert word in told.err and not told.out
+    assert cli.main([*argv, "--json"]) == 2
+    told = capsys.readouterr()
+    assert word in json.loads(told.out)["error"] and not told.err
+
+
+def test_wrong_usage_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["verify", "--json", "--jobs", "0"])
+    assert stopped.value.code == 2
+    assert "--jobs" in json_of(capsys)["error"]
+
+
+def test_a_reader_that_stops_is_no_error() -> None:
+    command = [sys.executable, "-m", "triton_mla", "explain", "--arch", "sm_90"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 141
 
 
 def test_the_module_is_the_command() -> None:
@@ -109,11 +149,11 @@ class TestExplain:
         if form:
             assert "flashmla" in json.loads(text)["reasons"]
 
-    def test_a_bad_variable_is_1_and_named(
+    def test_a_bad_variable_is_2_and_named(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes!")
-        assert cli.main(["explain", "--arch", "sm_90"]) == 1
+        assert cli.main(["explain", "--arch", "sm_90"]) == 2
         assert "VLLM_BATCH_INVARIANT=yes!" in capsys.readouterr().err
 
     def test_variables(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +200,8 @@ class TestDoctor:
         monkeypatch.setattr(knobs.runtime, "interpret", False)
         cli.main(["doctor"])
         text = capsys.readouterr().out
-        assert "TRITON_INTERPRET=1 before triton is imported" in text and "none that torch can use" in text
+        assert "TRITON_INTERPRET=1 before triton is imported; `triton-mla verify` sets it by itself" in text
+        assert "no kernel runs without the interpreter" in text and "none that torch can use" in text
 
 
 class TestVerify:
@@ -203,13 +244,22 @@ class TestVerify:
         assert data["passed"] and data["source_digest"] == "s" * 64
         assert {"environment", "fingerprint", "checks", "controls", "golden", "sources"} <= data.keys()
 
-    def test_a_record_that_cannot_be_written_is_refused_first(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["verify", "--record", "/no/such/folder/file.json"]) == 1
-        assert "record=/no/such/folder/file.json" in capsys.readouterr().err
+    def test_a_record_that_cannot_be_written_is_refused_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(verification, "run", lambda *args, **options: pytest.fail("the run has begun"))
+        for file in (tmp_path, tmp_path / "none" / "file.json", Path("/proc/version")):
+            assert cli.main(["verify", "--device", "cpu", "--record", str(file)]) == 2
+            assert f"record={file}: it cannot be written" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
-    def test_a_missing_gpu_is_named(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["verify", "--device", "cuda:99"]) == 1
-        assert "device=cuda:99" in capsys.readouterr().err
+    def test_an_earlier_record_is_kept_until_the_run_is_over(self, result: Report, tmp_path: Path) -> None:
+        file = tmp_path / "evidence.json"
+        file.write_text("earlier", encoding="utf-8")
+        verify._check_writable(file)
+        assert file.read_text(encoding="utf-8") == "earlier"
+        verify._check_writable(tmp_path / "new.json")
+        assert list(tmp_path.iterdir()) == [file]
 
     @pytest.mark.slow
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

@@ -16,12 +16,16 @@ DESCRIPTION = """\
 Looks at this machine: versions, devices, the state of Triton's interpreter, whether a kernel runs,
 which backends could serve a DeepSeek-V3-like model and which would be selected, and why.
 A probe that fails is a row with its error; the others still run.
+
+On a machine without a GPU, kernels run only with TRITON_INTERPRET=1 in the environment, and without it
+the command fails. `triton-mla verify` needs no such setting: it turns the interpreter on by itself.
 """
 
 EPILOG = """\
 examples:
   triton-mla doctor
   triton-mla doctor --json
+  TRITON_INTERPRET=1 triton-mla doctor       without a GPU
 """
 
 
@@ -70,7 +74,7 @@ def interpreter() -> Findings:
     from triton import knobs
 
     on = "on: kernels run on CPU tensors, slowly"
-    off = "off: CPU tensors need TRITON_INTERPRET=1 before triton is imported"
+    off = "off: CPU tensors need TRITON_INTERPRET=1 before triton is imported; `triton-mla verify` sets it by itself"
     yield "TRITON_INTERPRET", on if knobs.runtime.interpret else off
 
 
@@ -80,7 +84,8 @@ def architecture() -> Findings:
     from triton_mla.verification.runner import default_device
 
     arch = arch_of(default_device())
-    yield "this device", arch if arch in ARCHITECTURES else f"{arch}: no tables for it, so no kernel runs"
+    none = "no kernel runs without the interpreter" if arch == "cpu" else "no tables for it, so no kernel runs"
+    yield "this device", arch if arch in ARCHITECTURES else f"{arch}: {none}"
     yield "with tables", ", ".join(ARCHITECTURES)
 
 

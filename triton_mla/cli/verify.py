@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,7 @@ sys.exit(main())
 
 
 def _device(text: str) -> str:
-    kind, _, index = text.partition(":")
-    if text == "auto" or text == "cpu" or (kind == "cuda" and (not index or index.isdecimal())):
+    if re.fullmatch("auto|cpu|cuda(:[0-9]{1,9})?", text):
         return text
     raise argparse.ArgumentTypeError(f"{text!r}: allowed are auto, cpu, cuda and cuda:N")
 
@@ -75,16 +75,22 @@ def run(args: argparse.Namespace) -> int:
     from triton import knobs
 
     from triton_mla import verification
+    from triton_mla.errors import UnsupportedError
+    from triton_mla.tuning import ARCHITECTURES, arch_of
     from triton_mla.verification import golden
     from triton_mla.verification.runner import default_device
 
+    kind, _, index = args.device.partition(":")
+    # Before torch sees it, which takes an index modulo 256.
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={args.device}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
     device = default_device() if args.device == "auto" else torch.device(args.device)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={args.device}: this machine has {torch.cuda.device_count()} GPUs")
-    if args.record is not None and not args.record.absolute().parent.is_dir():
-        raise ValueError(f"record={args.record}: the folder does not exist")
+    if args.record is not None:
+        _check_writable(args.record)
     if device.type == "cpu" and not knobs.runtime.interpret:
         return _run_with_interpreter(args)
+    if device.type == "cuda" and arch_of(device) not in ARCHITECTURES:
+        raise UnsupportedError(f"{device} is a GPU of {arch_of(device)}; kernels have schedules for {', '.join(ARCHITECTURES)}", {})
     progress = ProgressLine()
     try:
         records = args.golden or golden.RECORDS
@@ -96,6 +102,17 @@ def run(args: argparse.Namespace) -> int:
         args.record.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(evidence, indent=1) if args.json else render(report))
     return 0 if report.passed else 1
+
+
+def _check_writable(file: Path) -> None:
+    """Raises ValueError now, and not after the minutes that a run takes."""
+    there = file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise ValueError(f"record={file}: it cannot be written: {error.strerror}") from None
+    if not there:
+        file.unlink()
 
 
 def _run_with_interpreter(args: argparse.Namespace) -> int:
