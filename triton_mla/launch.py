@@ -29,6 +29,9 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple
 
     ``key`` names all that the compiled code depends on. Triton's own cache look-up costs more than a small decode; with the compiled
     kernel in hand, only its C launcher is left. A profiler's launch hook takes the ordinary way.
+
+    Raises:
+        ValueError: the device has not the shared memory or registers that the caller's schedule needs.
     """
     if 0 in grid:
         return None
@@ -39,7 +42,10 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple
     key = (id(kernel), device, key)
     compiled = _compiled.get(key)
     if compiled is None or _hooked():
-        compiled = _compiled[key] = kernel[grid](*args, **constants, **options, enable_fp_fusion=False)
+        try:
+            compiled = _compiled[key] = kernel[grid](*args, **constants, **options, enable_fp_fusion=False)
+        except OutOfResources as error:
+            raise ValueError(f"schedule of {kernel.__name__} with {options} and {constants} must fit the device: {error}") from error
     else:
         stream = driver.active.get_current_stream(device)
         compiled.run(grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants.values())
@@ -159,10 +165,7 @@ class PreparedAttention:
         """Launch for tensors: partials, scores and lse fp32, the first two aligned to 16. Nothing is stored in lse without ``with_lse``."""
         aligned = tuple(t.data_ptr() % 16 for t in (args.q_nope, args.q_pe, args.kv_cache, args.out, args.partials))
         key = (*self._key, aligned)
-        try:
-            compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]
-        except OutOfResources as error:
-            raise ValueError(f"schedule={self.plan.schedule!r} must fit the device: {error}") from error
+        compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]
         if not (INTERPRETED or any(aligned)):
             self._ready = [
                 (c.run, s.grid[0], s.grid[1], c.function, c.packed_metadata, s.pick, (*s.integers, *s.constants.values()))

@@ -34,7 +34,7 @@ def mla_prefill(
     Args:
         q: [T, H, nope + P], fp16, bf16 or fp32; k_nope: [S, H, nope]; k_pe: [S, P]; v: [S, H, V], all of one dtype and any strides with a
             contiguous last dimension: k_nope and v may be views of one [S, H, nope + V] tensor. nope and V are multiples of 16 up to 256,
-            P is one or 0.
+            P is a multiple of 16 too, or 0.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, begins of the requests' tokens in q, and in k_nope, k_pe and v. A request may be empty in
             either. Query tokens from ``cu_seqlens_q[B]`` on are padding (out 0, lse -inf).
         positions: [B] int32, with ``causal``: position of each request's first query token, counted from its first key token in this call; it

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton.runtime.errors import OutOfResources
+from fits import or_skip
 
 from triton_mla import Schedule
 from triton_mla.testing import Request
@@ -85,10 +85,8 @@ def batches(mla, op):
 def test_every_schedule_has_the_bits_of_the_chosen_one(mla, op, schedule):
     for what, batch in batches(mla, op):
         chosen = getattr(mla, op)(batch)
-        try:
+        with or_skip():
             rows = getattr(mla, op)(batch, plan=mla.plan(op, batch, schedule))
-        except OutOfResources as error:
-            pytest.skip(f"not for this machine: {error}")
         rows.assert_same(chosen, what)
 
 
@@ -107,8 +105,6 @@ def test_the_data_are_right_and_tell_orders_apart(mla, op):
 def test_fp32_and_fp16(mla_each, op, schedule):
     for what, batch in batches(mla_each, op):
         if "16 heads" in what and "far" not in what:
-            try:
+            with or_skip():
                 rows = getattr(mla_each, op)(batch, plan=mla_each.plan(op, batch, schedule))
-            except OutOfResources as error:
-                pytest.skip(f"not for this machine: {error}")
             rows.assert_same(getattr(mla_each, op)(batch), what)
