@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     if device.type == "cpu" and not knobs.runtime.interpret:
         return _run_with_interpreter(args)
     if device.type == "cuda" and arch_of(device) not in ARCHITECTURES:
-        raise UnsupportedError(f"{device} is a GPU of {arch_of(device)}; kernels have schedules for {', '.join(ARCHITECTURES)}", {})
+        known = ", ".join(name for name in ARCHITECTURES if name != "interpreter")
+        raise UnsupportedError(f"device={device}, a GPU of {arch_of(device)}; kernels have schedules for {known}", {})
     progress = ProgressLine()
     try:
         records = args.golden or golden.RECORDS
