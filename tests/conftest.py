@@ -196,40 +196,13 @@ def interpreter() -> Iterator[None]:
 
     Its own product is BLAS, where a row's bits depend on its place in the matrix (16 x 64 by 64 x 64: of 16384 elements
     5322 differ when the rows are rotated).
-
-    It looks through all of triton.language at every call of a function by a kernel; here once for a module and launch.
-    The combine prepares eight partials whether or not they exist; here two. An extend of 600 rows: 13.1 s -> 3.9 s.
     """
     if not INTERPRETED:
         yield
         return
-    from triton.runtime import interpreter
+    from triton_mla.verification.interpreter import patched_once, tensor_core_dot
 
-    from triton_mla import launch
-    from triton_mla.verification.interpreter import tensor_core_dot
-
-    patch_lang = interpreter._patch_lang
-    modules: set[int] = set()
-
-    def patch_once(fn: Any) -> Any:
-        """For each module of a launch, whose kernel comes first and restores last."""
-        if id(fn.__globals__) in modules:
-            return interpreter._LangPatchScope()
-        scope = patch_lang(fn)
-        if not modules:
-            restore = scope.restore
-
-            def finish() -> None:
-                modules.clear()
-                restore()
-
-            scope.restore = finish
-        modules.add(id(fn.__globals__))
-        return scope
-
-    with tensor_core_dot(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_once)
-        patch.setattr(launch, "COMBINE_AHEAD", 2)
+    with tensor_core_dot(), patched_once():
         yield
 
 

@@ -79,7 +79,6 @@ def _head_matmul(x_name: str, x: torch.Tensor, w_name: str, w: torch.Tensor, out
     x = checks.tensor(x_name, x, dims=3)
     checks.float_dtype(x_name, x)
     device = x.device
-    checks.runnable(device)
     num_rows, num_heads, K = x.shape
     if not isinstance(w, torch.Tensor) or w.dim() != 3 or w.dtype != x.dtype or w.device != device:
         what = f"{w.dtype} {list(w.shape)} on {w.device}" if isinstance(w, torch.Tensor) else repr(w)

@@ -39,7 +39,6 @@ def write_kv_cache(
     checks.no_scale(k_scale)
     cache = checks.tensor("kv_cache", kv_cache, dims=3)
     checks.float_dtype("kv_cache", cache)
-    checks.runnable(cache.device)
     kv_c = checks.tensor("kv_c", kv_c, dims=2, dtype=cache.dtype, device=cache.device)
     k_pe = checks.tensor("k_pe", k_pe, dims=2, dtype=cache.dtype, device=cache.device)
     slots = checks.tensor("slot_mapping", slot_mapping, dims=1, dtype=torch.int64, device=cache.device)
@@ -138,7 +137,6 @@ def merge_attn_states(
     out_a = checks.tensor("out_a", out_a, dims=3)
     checks.float_dtype("out_a", out_a)
     device = out_a.device
-    checks.runnable(device)
     num_tokens, num_heads, V = out_a.shape
     if not 1 <= V <= MAX_MERGED_DIM:
         raise ValueError(f"out_a has shape {tuple(out_a.shape)}; its last dimension must be from 1 to {MAX_MERGED_DIM}")

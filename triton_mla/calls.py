@@ -175,7 +175,6 @@ def _check(given: Given) -> Checked:
     cache = checks.tensor("kv_cache", given.kv_cache, dims=3)
     checks.float_dtype("kv_cache", cache)
     device, dtype, R = cache.device, cache.dtype, given.kv_lora_rank
-    checks.runnable(device)
     P = cache.shape[2] - R if isinstance(R, int) else -1
     check_dims(R, P)
     check_page_size(cache.shape[1])

@@ -55,7 +55,6 @@ def mla_prefill(
     scale = checks.softmax_scale(softmax_scale)
     q = checks.tensor("q", q, dims=3)
     checks.float_dtype("q", q)
-    checks.runnable(q.device)
     device, dtype = q.device, q.dtype
     k_nope = checks.tensor("k_nope", k_nope, dims=3, dtype=dtype, device=device)
     k_pe = checks.tensor("k_pe", k_pe, dims=2, dtype=dtype, device=device)
@@ -140,7 +139,6 @@ def mla_prefill_paged(
     cache = checks.tensor("kv_cache", kv_cache, dims=3)
     checks.float_dtype("kv_cache", cache)
     device, dtype = cache.device, cache.dtype
-    checks.runnable(device)
     num_pages, page_size, width = cache.shape
     P = width - kv_lora_rank if isinstance(kv_lora_rank, int) else -1
     check_dims(kv_lora_rank, P)
@@ -205,7 +203,6 @@ def project_kv(latent: torch.Tensor, w_kv_b: torch.Tensor) -> torch.Tensor:
     """
     latent = checks.tensor("latent", latent, dims=2)
     checks.float_dtype("latent", latent)
-    checks.runnable(latent.device)
     rows, R = latent.shape
     check_dims(R, 0)
     weight = checks.tensor("w_kv_b", w_kv_b, dims=2, dtype=latent.dtype, device=latent.device)

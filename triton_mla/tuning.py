@@ -16,6 +16,18 @@ def _positive_int(name: str, value: object, what: str) -> None:
         raise ValueError(f"{name}={value!r} must be {what}")
 
 
+def _check_arithmetic(order: ReductionOrder | PrefillOrder, blocks: str, longest: int) -> None:
+    """What both orders hold."""
+    if type(order.block_n) is not int or order.block_n not in (16, 32, 64, 128) or order.block_n > longest:
+        raise ValueError(f"block_n={order.block_n!r} must be the int {blocks}")
+    if type(order.reference_step) is not int or order.reference_step not in (1, 2, 4, 8):
+        raise ValueError(f"reference_step={order.reference_step!r} must be the int 1, 2, 4 or 8")
+    if order.input_precision != "ieee":
+        raise ValueError(f"input_precision={order.input_precision!r} must be 'ieee'")
+    if order.fp_fusion is not False:
+        raise ValueError(f"fp_fusion={order.fp_fusion!r} must be False: contraction left to the compiler differs between specialisations")
+
+
 MAX_KV_SPLIT = 1 << 16
 """The page ids of a split lie in registers: 1024 of 64 tokens are 8 a thread."""
 
@@ -39,17 +51,10 @@ class ReductionOrder:
     fp_fusion: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.block_n) is not int or self.block_n not in (16, 32, 64):
-            raise ValueError(f"block_n={self.block_n!r} must be the int 16, 32 or 64")
+        _check_arithmetic(self, "16, 32 or 64", 64)
         _positive_int("kv_split", self.kv_split, f"a positive int, a multiple of block_n={self.block_n}")
         if self.kv_split % self.block_n or self.kv_split > MAX_KV_SPLIT:
             raise ValueError(f"kv_split={self.kv_split!r} must be a multiple of block_n={self.block_n}, at most {MAX_KV_SPLIT}")
-        if type(self.reference_step) is not int or self.reference_step not in (1, 2, 4, 8):
-            raise ValueError(f"reference_step={self.reference_step!r} must be the int 1, 2, 4 or 8")
-        if self.input_precision != "ieee":
-            raise ValueError(f"input_precision={self.input_precision!r} must be 'ieee'")
-        if self.fp_fusion is not False:
-            raise ValueError(f"fp_fusion={self.fp_fusion!r} must be False: contraction left to the compiler differs between specialisations")
 
 
 DEFAULT_ORDER = ReductionOrder()
@@ -71,14 +76,7 @@ class PrefillOrder:
     fp_fusion: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.block_n) is not int or self.block_n not in (16, 32, 64, 128):
-            raise ValueError(f"block_n={self.block_n!r} must be the int 16, 32, 64 or 128")
-        if type(self.reference_step) is not int or self.reference_step not in (1, 2, 4, 8):
-            raise ValueError(f"reference_step={self.reference_step!r} must be the int 1, 2, 4 or 8")
-        if self.input_precision != "ieee":
-            raise ValueError(f"input_precision={self.input_precision!r} must be 'ieee'")
-        if self.fp_fusion is not False:
-            raise ValueError(f"fp_fusion={self.fp_fusion!r} must be False: contraction left to the compiler differs between specialisations")
+        _check_arithmetic(self, "16, 32, 64 or 128", 128)
 
 
 DEFAULT_PREFILL_ORDER = PrefillOrder()

@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from gpu import no_host_synchronisation
 
 from triton_mla import Schedule, mla_decode
 from triton_mla.testing import Request
@@ -32,16 +32,6 @@ def captured(run):
     with torch.cuda.graph(graph):
         rows = run()
     return graph, rows
-
-
-@contextmanager
-def no_host_synchronisation():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fits import or_skip
+from gpu import or_skip
 from prefill_cases import NAN
 
 from triton_mla.testing import Request, bitwise_equal

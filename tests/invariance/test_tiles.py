@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fits import or_skip
+from gpu import or_skip
 
 from triton_mla import Schedule
 from triton_mla.testing import Request

@@ -1,10 +1,10 @@
 """`MLAAttention`: right in both forms, each row as if its request were alone, and nothing waits for the device."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu import no_host_synchronisation
 
 from triton_mla import BatchLayout, MLADims, Settings, resolve
 from triton_mla.module import MLAAttention
@@ -158,16 +158,6 @@ def test_a_plan_of_decode_rows_over_device_tensors(mla):
     table, _, lens = layer.layout.tensors(mla.device)
     plan = StepPlan.decode(table, lens, layer.module.plan(layer.layout).slot_mapping, page_size=mla.page_size)
     assert_bitwise_equal(layer(plan), expected)
-
-
-@contextmanager
-def no_host_synchronisation():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What a test does on a machine that cannot hold a schedule."""
+"""What tests on a GPU share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from triton.runtime.errors import OutOfResources
 
 
@@ -18,3 +19,14 @@ def or_skip() -> Iterator[None]:
         if not isinstance(error.__cause__, OutOfResources):
             raise
         pytest.skip(f"not for this machine: {error.__cause__}")
+
+
+@contextmanager
+def no_host_synchronisation() -> Iterator[None]:
+    """What waits for the device within the context is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
