@@ -79,7 +79,7 @@ def attend(
     num_tokens, num_heads, _ = q.shape
     batch_size, dtype = starts.shape[0] - 1, q.dtype
     num_sms = device_facts(q.device)[1]
-    tiles = num_tokens // TILE + 2 * batch_size  # at most: a request's tiles begin at multiples of 128 positions
+    tiles = num_tokens // TILE + 2 * batch_size  # at most, as the work kernel knows: a request's tiles begin at multiples of 128 positions
     work = torch.empty(8 * tiles + 1, dtype=torch.int32, device=q.device)
     count = work[8 * tiles :]
     unused = out if lse is None else lse

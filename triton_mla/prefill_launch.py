@@ -102,12 +102,14 @@ def attend(
     held = 1 << (nope.bit_length() - 1)  # the rest, if any, is a second product
     block_k = min(schedule.block_k, nope & -nope) or held
     rest = nope - held if not schedule.block_k else 0
+    # k_pe is not narrower than a swizzle of K: ptxas 12.8 spoils the descriptors of two swizzles at one address (tests/compile/uniform_registers.py)
+    block_p = triton.next_power_of_2(max(P, 16, min(block_k, 64) if P else 0))
     head_group = max(1, min(num_heads, schedule.group_bytes // max(1, mean_keys * (nope + V) * dtype.itemsize)))
     strides = (q.stride(0), q.stride(1), k_nope.stride(1), v.stride(1), out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
     constants = {
         "STRIDE_K": k_nope.stride(0), "STRIDE_PE": k_pe.stride(0), "STRIDE_V": v.stride(0), "BLOCK_M": schedule.block_m, "BLOCK_N": order.block_n,
         "NOPE": nope, "BLOCK_K": block_k, "BLOCK_REST": triton.next_power_of_2(rest) if rest else 0, "P": P,
-        "BLOCK_P": triton.next_power_of_2(max(P, 16)), "V_DIM": V, "BLOCK_V": triton.next_power_of_2(V), "STEP": order.reference_step,
+        "BLOCK_P": block_p, "V_DIM": V, "BLOCK_V": triton.next_power_of_2(V), "STEP": order.reference_step,
         "PRECISION": order.input_precision, "HOLD_Q": not schedule.block_k, "CAUSAL": causal,
         "HAS_POSITIONS": positions is not None, "CHUNKED": chunk is not None, "RESUME": resume, "KEEP": keep, "WITH_LSE": lse is not None,
         "STAGES": schedule.num_stages, "EMULATE_BF16": INTERPRETED and dtype == torch.bfloat16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,20 +90,29 @@ def assembly(compiled: Any) -> str:
     return str(compiled.asm["ptx" if "ptx" in compiled.asm else "amdgcn"])
 
 
-def loop_spills(compiled: Any, product: str, folder: Path) -> tuple[int, int]:
-    """(products, spill instructions) of the innermost machine-code loop of a CUDA kernel that has the most instructions ``product``."""
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
+def machine_code(compiled: Any) -> str:
+    """Disassembly of a CUDA kernel."""
     disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    lines = subprocess.run([disassembler, "-c", binary], capture_output=True, text=True, check=True).stdout.splitlines()
-    loops = [body for body in _loops(lines) if product in body]
-    assert loops, f"no loop with {product}"
-    body = max(loops, key=lambda body: body.count(product))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        return subprocess.run([disassembler, "-c", binary.name], capture_output=True, text=True, check=True).stdout
+
+
+def loops(compiled: Any) -> list[str]:
+    """Texts of the loops of a CUDA kernel's machine code, from a label to a later branch back to it."""
+    return list(_loops(machine_code(compiled).splitlines()))
+
+
+def loop_spills(compiled: Any, product: str) -> tuple[int, int]:
+    """(products, spill instructions) of the innermost machine-code loop of a CUDA kernel that has the most instructions ``product``."""
+    with_product = [body for body in loops(compiled) if product in body]
+    assert with_product, f"no loop with {product}"
+    body = max(with_product, key=lambda body: body.count(product))
     return body.count(product), len(re.findall(r"\b(?:STL|LDL)\b", body))
 
 
 def _loops(lines: list[str]) -> Iterator[str]:
-    """Texts between a label and a later branch back to it."""
     labels: dict[str, int] = {}
     for i, line in enumerate(lines):
         if label := re.match(r"(\.L_x_\d+):", line):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import aot
 import pytest
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from uniform_registers import read_before_written
 
 from triton_mla import hopper_prefill
 from triton_mla.launch import INTERPRETED
@@ -67,24 +65,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
     return attend
 
 
-def machine_code(kernel: Any, folder: Path) -> list[str]:
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(kernel.asm["cubin"])
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    return subprocess.run([disassembler, "-c", binary], capture_output=True, text=True, check=True).stdout.splitlines()
-
-
 @pytest.mark.parametrize("dtype, resume, keep, with_lse", [
     *((torch.bfloat16, *flags) for flags in itertools.product((False, True), repeat=3)), (torch.float16, False, False, True),
 ])
-def test_attention(compiled: Any, tmp_path: Path, dtype: torch.dtype, resume: bool, keep: bool, with_lse: bool) -> None:
+def test_attention(compiled: Any, dtype: torch.dtype, resume: bool, keep: bool, with_lse: bool) -> None:
     _, kernel = compiled(dtype, resume=resume, keep=keep, with_lse=with_lse)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert not re.search(r"\b(?:atom|red)\.", ptx)
+    assert not read_before_written(aot.machine_code(kernel))
     # a tile's 12 products with K and 8 with V, and the border between blocks: one such loop for each warpgroup
-    loops = [body for body in aot._loops(machine_code(kernel, tmp_path)) if body.count("HGMMA") == 20 and "NANOSLEEP" in body]
+    loops = [body for body in aot.loops(kernel) if body.count("HGMMA") == 20 and "NANOSLEEP" in body]
     assert len(loops) == 2
     assert not re.findall(r"\b(?:STL|LDL)\b", "".join(loops))
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import aot
 import pytest
 import torch
+import triton
 from test_aot import PRODUCTS, check_fits
+from uniform_registers import read_before_written
 
 from triton_mla import prefill_launch
 from triton_mla.launch import INTERPRETED
 from triton_mla.plan import plan_prefill
-from triton_mla.tuning import DEFAULT_PREFILL_ORDER, PREFILL_TABLES
+from triton_mla.tuning import DEFAULT_PREFILL_ORDER, PREFILL_TABLES, PrefillSchedule
 
 pytestmark = [
     pytest.mark.compile,
@@ -89,8 +90,31 @@ def test_forms_on_hopper(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 
 
 @pytest.mark.parametrize("heads", SPILLS)
-def test_spills_in_the_loop(monkeypatch: pytest.MonkeyPatch, heads: str, tmp_path: Path) -> None:
+def test_spills_in_the_loop(monkeypatch: pytest.MonkeyPatch, heads: str) -> None:
     launch = plain(launches(monkeypatch, "sm_90", torch.bfloat16, heads)[1])
-    found, spills = aot.loop_spills(launch.compile("sm_90", torch.bfloat16), "HGMMA", tmp_path)
+    found, spills = aot.loop_spills(launch.compile("sm_90", torch.bfloat16), "HGMMA")
     assert found >= 20  # Q.K^T of nope and rope, and P.V
     assert spills <= SPILLS[heads]
+
+
+def small_heads(monkeypatch: pytest.MonkeyPatch, schedule: PrefillSchedule, **constants: Any) -> Any:
+    """An attention over heads of 64 + 32 and 64 columns, compiled for sm_90."""
+    caught: list[aot.Launch] = []
+    monkeypatch.setattr(prefill_launch, "launch", lambda kernel, _key, _grid, _args, found, options: caught.append(aot.Launch(kernel, found, options)))
+    kv, pe, starts = torch.zeros(1, 4, 128, dtype=torch.bfloat16), torch.zeros(1, 32, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    prefill_launch.attend(kv[..., :96], kv[..., :64], pe, kv[..., 64:], kv[..., :64], torch.zeros(1, 4), None, starts, starts, None, 1.0, DEFAULT_PREFILL_ORDER,
+                          schedule, resume=False, keep=False, causal=True, kv_limit=1, mean_keys=1)
+    return aot.Launch(caught[0].kernel, {**caught[0].constants, **constants}, caught[0].options).compile("sm_90", torch.bfloat16)
+
+
+def test_narrow_rope_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 rows on 8 warps, one stage: K and k_pe share an address, and would have two swizzles if k_pe had its own 32 columns."""
+    schedule = PrefillSchedule(block_m=64, num_warps=8, num_stages=1)
+    assert not read_before_written(aot.machine_code(small_heads(monkeypatch, schedule)))
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the fault is that of one ptxas")
+def test_control_the_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = PrefillSchedule(block_m=64, num_warps=8, num_stages=1)
+    faults = read_before_written(aot.machine_code(small_heads(monkeypatch, schedule, BLOCK_P=32)))
+    assert faults and all("UIADD3" in fault for fault in faults)

@@ -171,6 +171,19 @@ def test_inside_torch_compile(mha):
         mha.rows(*rows).assert_same(expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["portable", "hopper"])
+def test_starts_that_only_the_device_sees_do_not_lead_out_of_the_tensors(mha, form):
+    mha = mha.with_(dtype=torch.bfloat16)
+    batch = mha.make([(300, 400), (40, 40), (9, 30)])
+    guarded = torch.full((len(batch.q) + 800, mha.num_heads, mha.value), 7.0, dtype=mha.dtype, device=mha.device)
+    out = guarded[400:-400]
+    for begins in ([5, 300, 340, 349], [0, 300, 340, 700], [0, 340, 300, 720], [0, 349, 0, 349], [-20, 300, 340, 349], [400, 500, 600, 700]):
+        bad = torch.tensor(begins, dtype=torch.int32, device=mha.device)
+        mha.prefill(replace(batch, cu_seqlens_q=bad), out=out, schedule=PrefillSchedule(form=form))
+        assert bool((guarded[:400] == 7).all()) and bool((guarded[-400:] == 7).all()), begins
+
+
 @pytest.fixture
 def good(mha):
     batch = mha.make([(5, mha.tile + 5), (3, 3)])

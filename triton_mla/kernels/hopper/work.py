@@ -20,8 +20,9 @@ def request_work(
     Query tiles are 128 positions at multiples of 128. A request without any has last = first - 1; without keys it has none.
     """
     real = request < batch_size
-    q_start = tl.load(CU_SEQLENS_Q + request, mask=request <= batch_size, other=0)
-    q_len = tl.load(CU_SEQLENS_Q + request + 1, mask=real, other=num_tokens) - q_start
+    # starts outside the tokens, which only the device sees, must not lead out of the tensors
+    q_start = tl.minimum(tl.maximum(tl.load(CU_SEQLENS_Q + request, mask=request <= batch_size, other=0), 0), num_tokens)
+    q_len = tl.minimum(tl.load(CU_SEQLENS_Q + request + 1, mask=real, other=num_tokens), num_tokens) - q_start
     if CHUNKED:
         length = tl.load(KV_LENGTHS + request, mask=real, other=0)
         broken = length > kv_limit
@@ -77,6 +78,7 @@ def hopper_work_kernel(
         CAUSAL, HAS_POSITIONS, CHUNKED)
     if tl.program_id(1) == 0:
         BLOCK: tl.constexpr = 64
+        room = num_tokens // TILE + 2 * batch_size  # rows of WORK: only starts that fall want more
         kv_tiles = (kv_len + TILE - 1) // TILE
         if request == 0:
             count = 0
@@ -85,7 +87,7 @@ def hopper_work_kernel(
                     r + tl.arange(0, BLOCK), CU_SEQLENS_Q, KV_LENGTHS, POSITIONS, num_tokens, batch_size, kv_limit, first_request, last_request,
                     chunk_start, chunk_tokens, CAUSAL, HAS_POSITIONS, CHUNKED)
                 count += tl.sum(lasts - firsts + 1, 0)
-            tl.store(COUNT, count)
+            tl.store(COUNT, tl.minimum(count, room))
         for tile in range(first, last + 1, BLOCK):
             j = tile + tl.arange(0, BLOCK)
             n = tl.minimum(j + 1, kv_tiles)
@@ -97,7 +99,7 @@ def hopper_work_kernel(
                     chunk_tokens, CAUSAL, HAS_POSITIONS, CHUNKED)
                 rank += tiles_before(n, request, firsts, lasts, (keys + TILE - 1) // TILE, others)
             row = WORK + rank * 8
-            ok = j <= last
+            ok = (j <= last) & (rank < room)
             end = position + q_len
             finished = tl.minimum(j * TILE + TILE, end) <= chunk_tokens if CHUNKED else j * 0 + (0 if KEEP else 1)
             tl.store(row, start + j * 0, mask=ok)
