@@ -137,8 +137,8 @@ def locate_rows(row_tile, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_he
         row = (row_tile - (q_start.to(tl.int64) * num_heads // ROWS + request)).to(tl.int32) * ROWS + r
         head = row % num_heads
         token = row // num_heads
-        # starts that do not begin with 0 or end past the tokens, which only the device sees, must not lead out of the tensors
-        valid = (row >= 0) & (token < q_len) & (token < num_tokens - q_start)
+        # starts outside the tokens, which only the device sees, must not lead out of the tensors
+        valid = (row >= 0) & (token >= -q_start) & (token < q_len) & (token < num_tokens - q_start)
         seen = tl.where(real, kv_len - q_len + token + 1, 0)
         token += q_start
     return request, kv_len, token, head, seen, valid

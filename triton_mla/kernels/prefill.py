@@ -151,8 +151,8 @@ def prefill_kernel(
     if active:
         kv_len = tl.where(real & (broken == 0), kv_len, 0)
         index = first_row + tl.arange(0, BLOCK_M)
-        # starts that do not begin with 0 or end past the tokens, which only the device sees, must not lead out of the tensors
-        valid = (index >= 0) & (index < q_len) & (index < num_tokens - q_start)
+        # starts outside the tokens, which only the device sees, must not lead out of the tensors
+        valid = (index >= 0) & (index >= -q_start) & (index < q_len) & (index < num_tokens - q_start)
         if CAUSAL:
             seen = tl.minimum(position + index + 1, kv_len)
             least = tl.minimum(position + first_row + 1, kv_len)
