@@ -1,0 +1,14 @@
+"""What a model needs beside attention, with bits of each row's own: products, operations along rows, rotary embedding and routing to experts.
+
+Every operation adds in one order, which its docstring says and docs/numerics.md lists. Forward only.
+"""
+
+from .products import bmm, grouped_linear, linear, matmul, moe_experts
+from .rotary import rotary_embedding
+from .routing import route_tokens
+from .rows import log_softmax, mean, rms_norm, silu_and_mul, softmax
+
+__all__ = [
+    "bmm", "grouped_linear", "linear", "log_softmax", "matmul", "mean", "moe_experts", "rms_norm", "rotary_embedding", "route_tokens", "silu_and_mul",
+    "softmax",
+]
