@@ -1,0 +1,262 @@
+"""torch's ops in batch_invariant_mode: the bits of the companion ops, each row as if it were alone, right in every form."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from triton_mla import mode
+from triton_mla.companion import products, rows
+from triton_mla.mode import batch_invariant_mode
+from triton_mla.testing import assert_bitwise_equal, assert_close, bitwise_equal
+
+ATOL = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
+
+
+@pytest.fixture(scope="module")
+def sizes(mla):
+    """(rows, K, N); K a power of two, where another batch-invariant product failed"""
+    return (300, 512, 384) if mla.device.type == "cuda" else (37, 64, 24)
+
+
+@pytest.fixture
+def data(mla_each, sizes):
+    """x [M, K], w [N, K] and a bias [N] of unit size in the results."""
+    M, K, N = sizes
+    chance = torch.Generator().manual_seed(0)
+    x, w, bias = torch.randn(M, K, generator=chance), torch.randn(N, K, generator=chance) * K**-0.5, torch.randn(N, generator=chance)
+    return [t.to(mla_each.device, mla_each.dtype) for t in (x, w, bias)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the companion ops that were called."""
+    seen = []
+    for module, name in [(products, n) for n in ("matmul", "linear", "bmm", "grouped_linear")] + [(rows, n) for n in ("softmax", "log_softmax", "mean", "rms_norm")]:
+        def counted(*args, _op=getattr(module, name), _name=name, **kwargs):
+            seen.append(_name)
+            return _op(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    return seen
+
+
+def fused_rms_norm(x, w):
+    """What `rms_norm` is on a GPU; on a CPU torch composes it of a mean and elementwise ops."""
+    kernel = torch.ops.aten._fused_rms_norm if x.is_cuda else mode._rms_norm
+    return kernel(x, [x.shape[-1]], w[0], 1e-6)[0]
+
+
+# op on x [M, K], w [N, K], bias [N] -> (by torch, by companion ops)
+FORMS = {
+    "linear": (F.linear, products.linear),
+    "linear without bias": (lambda x, w, b: F.linear(x, w), lambda x, w, b: products.linear(x, w)),
+    "linear of steps": (lambda x, w, b: F.linear(x[:, None], w, b).squeeze(1), products.linear),
+    "linear of strided steps": (lambda x, w, b: F.linear(torch.stack((x, x), 0).transpose(0, 1), w, b)[:, 1], products.linear),
+    "@": (lambda x, w, b: x @ w.t(), lambda x, w, b: products.matmul(x, w.t())),
+    "matmul of a contiguous right operand": (lambda x, w, b: torch.matmul(x, w.t().contiguous()), lambda x, w, b: products.matmul(x, w.t())),
+    "matmul of batches": (lambda x, w, b: (x[:, None] @ w.t()).squeeze(1), lambda x, w, b: products.matmul(x, w.t())),
+    "bmm": (lambda x, w, b: torch.bmm(x[None], w.t()[None])[0], lambda x, w, b: products.matmul(x, w.t())),
+    "einsum": (lambda x, w, b: torch.einsum("mk,nk->mn", x, w), lambda x, w, b: products.matmul(x, w.t())),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w.t()), products.linear),
+    "mv": (lambda x, w, b: torch.mv(x, w[0]), lambda x, w, b: products.matmul(x, w[0])),
+    "softmax": (lambda x, w, b: x.softmax(-1), lambda x, w, b: rows.softmax(x)),
+    "log_softmax": (lambda x, w, b: x.log_softmax(-1), lambda x, w, b: rows.log_softmax(x)),
+    "softmax of columns": (lambda x, w, b: x.t().softmax(0).t(), lambda x, w, b: rows.softmax(x)),
+    "mean": (lambda x, w, b: x.mean(-1), lambda x, w, b: rows.mean(x, -1)),
+    "fused rms_norm": (lambda x, w, b: fused_rms_norm(x, w), lambda x, w, b: rows.rms_norm(x, w[0], 1e-6)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_alone_and_among_others(data, calls, form):
+    x, w, bias = data
+    by_torch, by_companion = FORMS[form]
+    plain = by_torch(x, w, bias)
+    assert not calls or form == "fused rms_norm"
+    with batch_invariant_mode(strict=True):
+        whole = by_torch(x, w, bias)
+        assert calls, "no companion op was called"
+        for count, first in ((1, 0), (1, len(x) - 1), (2, 7), (17, 3), (len(x), 0)):
+            assert_bitwise_equal(by_torch(x[first : first + count], w, bias), whole[first : first + count], f"{form}: {count} rows from {first}")
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1)).to(x.device)
+        assert_bitwise_equal(by_torch(x[order], w, bias), whole[order], f"{form}, in another order")
+        assert not bitwise_equal(whole[order], whole)
+    assert_bitwise_equal(whole, by_companion(x, w, bias), form)
+    assert_close(whole, plain.double(), 2 * ATOL[x.dtype], form)
+
+
+def test_rms_norm(data, calls):
+    """Also composed, as torch does on a CPU and where weight and input differ in dtype, its rows are their own."""
+    x, w, _ = data
+    for weight in (w[0], w[0].float(), None):
+        with batch_invariant_mode(strict=True):
+            calls.clear()
+            whole = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+            assert calls
+            for first in (0, 5, len(x) - 1):
+                assert_bitwise_equal(F.rms_norm(x[first : first + 1], x.shape[-1:], weight, 1e-6), whole[first : first + 1], "rms_norm")
+        expected = F.rms_norm(x.double(), x.shape[-1:], None if weight is None else weight.double(), 1e-6)
+        assert_close(whole, expected, ATOL[x.dtype], "rms_norm")
+
+
+def test_fused_rms_norm_results(data):
+    """Both results, over one dimension and two, with the default eps; the second one only where a gradient may be wanted."""
+    x, w, _ = data
+    x = x[:4].unflatten(-1, (2, -1))
+    weight = w[0].unflatten(-1, (2, -1))
+    for dims in (1, 2):
+        shape, over = x.shape[-dims:], tuple(range(-dims, 0))
+        out, inverse = mode._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
+        square = x.double().square().mean(over, keepdim=True) + torch.finfo(torch.float32).eps
+        assert inverse.dtype == torch.float32
+        assert_close(inverse, square**-0.5, 1e-5, "1 / root")
+        assert_close(out, x.double() * square**-0.5 * (weight[0] if dims == 1 else weight).double(), ATOL[x.dtype], "out")
+        with torch.no_grad():
+            again, none = mode._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
+        assert_bitwise_equal(again, out)
+        assert none.numel() == 0
+    assert mode._rms_norm(x, (x.shape[-1] + 1,), None, None) is NotImplemented
+
+
+def test_scaled_sums(data):
+    """alpha, beta and addends of every shape; beta 0 does not read the addend."""
+    x, w, bias = data
+    matrix = w.t()
+    full, column = F.linear(x, w).flip(0), x[:, :1]
+    junk = torch.full_like(full, torch.nan)
+    batch = x[None].expand(2, -1, -1), matrix[None].expand(2, -1, -1)
+    forms = {
+        "addmm of a matrix": lambda t: torch.addmm(t(full), t(x), t(matrix)),
+        "addmm scaled": lambda t: torch.addmm(t(bias), t(x), t(matrix), beta=0.5, alpha=-2),
+        "addmm of a column": lambda t: torch.addmm(t(column), t(x), t(matrix)),
+        "addmm of one": lambda t: torch.addmm(t(bias[0]), t(x), t(matrix)),
+        "addmm of junk": lambda t: torch.addmm(t(junk), t(x), t(matrix), beta=0),
+        "baddbmm": lambda t: torch.baddbmm(t(bias), t(batch[0]), t(batch[1]), beta=0.5, alpha=2),
+        "baddbmm_": lambda t: t(full).expand(2, -1, -1).clone().baddbmm_(t(batch[0]), t(batch[1])),
+        "addmm_": lambda t: t(full).clone().addmm_(t(x), t(matrix)),
+        "addmv": lambda t: torch.addmv(t(full[:, 0]), t(x), t(w[0]), beta=2),
+        "addmv_": lambda t: t(full[:, 0]).clone().addmv_(t(x), t(w[0])),
+        "addbmm": lambda t: torch.addbmm(t(full), t(batch[0]), t(batch[1])),
+        "dot": lambda t: torch.dot(t(x[0]), t(w[0])),
+        "vdot": lambda t: torch.vdot(t(x[0]), t(w[0])),
+        "mean to fp32": lambda t: t(x).mean(dtype=torch.float32 if t is same else None),
+        "mean of all": lambda t: t(x).mean(),
+        "mean of both": lambda t: t(x).mean((0, 1), keepdim=True),
+        "foreach": lambda t: torch.ops.aten._foreach_mm([t(x)], [t(matrix)])[0] if hasattr(torch.ops.aten, "_foreach_mm") else t(x) @ t(matrix),
+    }
+    for name, form in forms.items():
+        with batch_invariant_mode(strict=True):
+            actual = form(same)
+        assert actual.dtype == (torch.float32 if name == "mean to fp32" else x.dtype)
+        assert_close(actual, form(torch.Tensor.double), 4 * ATOL[x.dtype], name)
+    with batch_invariant_mode():
+        assert_bitwise_equal(torch.addmm(full, x, matrix)[5:6], torch.addmm(full[5:6], x[5:6], matrix), "one row of a sum")
+        assert_bitwise_equal(torch.mv(x, w[0])[5:6], torch.mv(x[5:6], w[0]), "one row of mv")
+
+
+def same(t):
+    return t
+
+
+def test_out(data):
+    """Into tensors of any strides, of the right shape or of none."""
+    x, w, bias = data
+    matrix = w.t()
+    batch = x[None], matrix[None]
+    forms = {
+        "mm": lambda **o: torch.mm(x, matrix, **o),
+        "addmm": lambda **o: torch.addmm(bias, x, matrix, **o),
+        "bmm": lambda **o: torch.bmm(*batch, **o),
+        "baddbmm": lambda **o: torch.baddbmm(bias, *batch, **o),
+        "addmv": lambda **o: torch.addmv(x[:, 0], x, w[0], **o),
+        "mv": lambda **o: torch.mv(x, w[0], **o),
+        "dot": lambda **o: torch.dot(x[0], w[0], **o),
+        "matmul": lambda **o: torch.matmul(x, matrix, **o),
+        "softmax": lambda **o: torch.softmax(x, -1, **o),
+        "log_softmax": lambda **o: torch.log_softmax(x, -1, **o),
+        "mean": lambda **o: torch.mean(x, -1, **o),
+    }
+    with batch_invariant_mode(strict=True):
+        for name, form in forms.items():
+            expected = form()
+            for out in (torch.empty_like(expected), x.new_empty(0), x.new_empty((*expected.shape, 2))[..., 1]):
+                assert form(out=out) is out
+                assert_bitwise_equal(out, expected, name)
+        out = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        assert_bitwise_equal(torch.mean(x, -1, out=out, dtype=torch.float32), x.mean(-1, dtype=torch.float32))
+
+
+def test_groups(data, calls):
+    """`_grouped_mm`, which mixtures of experts call: each row times its group's matrix, an empty group among them."""
+    x, w, _ = data
+    experts = torch.stack((w, 2 * w, -w))
+    ends = torch.tensor([9, 9, len(x)], dtype=torch.int32, device=x.device)
+    with batch_invariant_mode(strict=True):
+        out = torch.ops.aten._grouped_mm(x, experts.transpose(1, 2), ends)
+        assert calls == ["grouped_linear"]
+        assert_bitwise_equal(torch.ops.aten._grouped_mm(x[:10], experts.transpose(1, 2), ends.clamp(max=10)), out[:10], "fewer rows")
+        assert_bitwise_equal(torch.ops.aten._grouped_mm(x[None], w.t()[None]), torch.bmm(x[None], w.t()[None]))
+        with pytest.raises(ValueError, match="groups of 2-dimensional by 2"):
+            torch.ops.aten._grouped_mm(x.t(), x, ends)
+    expected = torch.cat((x[:9].double() @ w.double().t(), -(x[9:].double() @ w.double().t())))
+    assert_close(out, expected, 2 * ATOL[x.dtype], "grouped")
+
+
+def test_nothing_to_multiply(data):
+    x, w, bias = data
+    with batch_invariant_mode(strict=True):
+        assert F.linear(x[:0], w, bias).shape == (0, len(w))
+        assert_bitwise_equal(F.linear(x[:2, :0], w[:, :0], bias), bias.expand(2, -1).contiguous())
+        assert torch.equal(x[:2, :0] @ w[:, :0].t(), x.new_zeros(2, len(w)))
+        assert x[:0].softmax(-1).shape == x[:0].shape and bool(x[:0].mean().isnan())
+        assert float(x[0, 0].softmax(0)) == 1
+
+
+def test_cast_to_float_in_a_softmax(data):
+    """softmax with dtype=float32, which on a GPU torch does in one kernel."""
+    x, _, _ = data
+    with batch_invariant_mode(strict=True):
+        for by_torch, by_companion in ((torch.softmax, rows.softmax), (torch.log_softmax, rows.log_softmax)):
+            assert_bitwise_equal(by_torch(x, -1, dtype=torch.float32), by_companion(x.float()))
+
+
+def test_autocast(mla, sizes, calls):
+    if mla.device.type != "cuda":
+        kind = "cpu"
+    else:
+        kind = "cuda"
+    x = torch.randn(3, sizes[1], device=mla.device)
+    w = torch.randn(sizes[2], sizes[1], device=mla.device)
+    with batch_invariant_mode(strict=True), torch.autocast(kind, torch.bfloat16):
+        out = F.linear(x, w)
+    assert calls and out.dtype == torch.bfloat16
+    assert_bitwise_equal(out, products.linear(x.bfloat16(), w.bfloat16()))
+
+
+@pytest.mark.gpu
+def test_torchs_own_rows_differ(device):
+    """The control: without the mode a product of one row has other bits than among 300, where cuBLAS splits a long K."""
+    x = torch.randn(300, 7168, device=device, dtype=torch.bfloat16)
+    w = torch.randn(2048, 7168, device=device, dtype=torch.bfloat16)
+    assert not bitwise_equal(F.linear(x[:1], w), F.linear(x, w)[:1])
+    with batch_invariant_mode(strict=True):
+        assert_bitwise_equal(F.linear(x[:1], w), F.linear(x, w)[:1])
+
+
+@pytest.mark.gpu
+def test_cuda_graph(device):
+    """A capture in the mode keeps its kernels when it is replayed outside of it."""
+    x = torch.randn(8, 256, device=device, dtype=torch.bfloat16)
+    w = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+
+    def step():
+        return F.rms_norm(F.linear(x, w), (128,)).softmax(-1).mean(-1)
+
+    with batch_invariant_mode(strict=True), torch.no_grad():
+        expected = step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    captured.zero_()
+    graph.replay()
+    assert_bitwise_equal(captured, expected)
