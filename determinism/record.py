@@ -1,9 +1,10 @@
 """Writes and checks the records of GPU runs under determinism/records/.
 
-python -m determinism.record --check          exit 0 only when a passing record has the digest of the present sources
+python -m determinism.record --check          exit 0 only when passing records, of attention and of a model, have the digests of the present sources
 python -m determinism.record --write          runs `triton-mla verify` on the GPU and writes <gpu>_<date>.json
 python -m determinism.record --write --tests  also runs the kernel and invariance tests there and adds their counts
 python -m determinism.record --write --junit FILE  adds the counts of a run of the tests there that wrote FILE
+python -m determinism.run --json determinism/records/model_<gpu>_<date>.json  is the record of a model
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from typing import Any
 from triton_mla import verification
 from triton_mla.cli.text import ProgressLine
 from triton_mla.cli.verify import render
-from triton_mla.fingerprint import source_digest, source_files
+from triton_mla.fingerprint import ATTENTION, MODEL, source_digest, source_files
 from triton_mla.verification import golden
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = 4
 SUITES = ("tests/kernels", "tests/invariance")
+PROOFS = {"attention": ATTENTION, "model": MODEL}
+"""What is proven, and the sources it is of."""
+
+
+def proof_of(name: str) -> str:
+    """What the record of this file name proves."""
+    return "model" if name.startswith("model_") else "attention"
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
@@ -36,30 +44,31 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
-def changed_files(record: dict[str, Any]) -> list[str]:
-    """Names of the kernel files that are not those of the record."""
-    now, then = source_files(), record["sources"]
+def changed_files(record: dict[str, Any], patterns: tuple[str, ...]) -> list[str]:
+    """Names of the source files that are not those of the record."""
+    now, then = source_files(patterns), record["sources"]
     return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
 
 
 def check(folder: Path) -> int:
-    """Prints how each record stands to the present sources; 0 when one matches and passed."""
-    present = source_digest()
-    matches = 0
+    """Prints how each record stands to the present sources; 0 when of each kind one matches and passed."""
     records = read_records(folder)
+    missing = dict.fromkeys(PROOFS)
     for name, record in records.items():
-        if record["source_digest"] != present:
-            print(f"{name}: OF OTHER SOURCES; changed since: {', '.join(changed_files(record))}")
+        proof = proof_of(name)
+        if record["source_digest"] != source_digest(PROOFS[proof]):
+            print(f"{name}: OF OTHER SOURCES; changed since: {', '.join(changed_files(record, PROOFS[proof]))}")
         elif not record["passed"]:
             print(f"{name}: of these sources, and it FAILED")
         else:
-            matches += 1
+            missing.pop(proof, None)
             print(f"{name}: of these sources, passed")
-    if matches:
-        return 0
-    print(f"\n*** NO GPU RECORD OF THE PRESENT SOURCES ({present[:16]}) among {len(records)} under {folder.name}/ ***")
-    print("*** run `python -m determinism.record --write --tests` on a GPU ***")
-    return 1
+    commands = {"attention": "python -m determinism.record --write --tests", "model": "python -m determinism.run --json FILE"}
+    for proof in missing:
+        digest = source_digest(PROOFS[proof])[:16]
+        print(f"\n*** NO GPU RECORD OF THE PRESENT SOURCES ({digest}) of {proof} among {len(records)} under {folder.name}/ ***")
+        print(f"*** run `{commands[proof]}` on a GPU ***")
+    return 1 if missing else 0
 
 
 def run_tests(suites: Sequence[str] = SUITES) -> dict[str, Any]:

@@ -17,22 +17,25 @@ NUMERICS_REVISION = 1
 """Raised by a release whose results differ in any bit from those before it. `verify` compares golden digests under one
 fingerprint, so a change of bits without a new revision is a failed check."""
 
-_SOURCES = (
-    "kernels/**/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py", "hopper_prefill.py",
-    "absorb.py", "paths.py", "step.py", "module.py")
+ATTENTION = (
+    "kernels/*.py", "kernels/hopper/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py",
+    "hopper_prefill.py", "absorb.py", "paths.py", "step.py", "module.py")
+"""Files of the package that decide what attention computes, as glob patterns: those that `triton-mla verify` proves."""
+MODEL = (*ATTENTION, "kernels/companion/*.py", "companion/*.py", "mode.py", "integrations/transformers.py")
+"""Those that decide what a whole model computes: what `python -m determinism.run` proves."""
 
 
-def source_files() -> dict[str, str]:
+def source_files(patterns: tuple[str, ...] = ATTENTION) -> dict[str, str]:
     """SHA-256 (hex) of each file that decides bits or launches, by its name in the package; line ends do not matter."""
     root = Path(__file__).parent
-    files = sorted({file for pattern in _SOURCES for file in root.glob(pattern)})
+    files = sorted({file for pattern in patterns for file in root.glob(pattern)})
     texts = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
-def source_digest() -> str:
+def source_digest(patterns: tuple[str, ...] = ATTENTION) -> str:
     """SHA-256 (hex) over the kernel files and the modules between them and the public operations (`source_files`)."""
-    return _digest(source_files())
+    return _digest(source_files(patterns))
 
 
 def _digest(data: dict[str, Any]) -> str:

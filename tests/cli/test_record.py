@@ -10,7 +10,7 @@ import pytest
 
 from determinism import record
 from triton_mla import verification
-from triton_mla.fingerprint import source_digest, source_files
+from triton_mla.fingerprint import MODEL, source_digest, source_files
 from triton_mla.verification import golden
 from triton_mla.verification.report import CheckResult, ControlResult, Report
 
@@ -35,6 +35,12 @@ def store(folder: Path, name: str, **changes: Any) -> None:
     (folder / name).write_text(json.dumps({**report().to_json(), **changes}), encoding="utf-8")
 
 
+@pytest.fixture
+def with_model(tmp_path: Path) -> None:
+    """The record of a model."""
+    store(tmp_path, "model_gpu_2030-01-02.json", source_digest=source_digest(MODEL), sources=source_files(MODEL))
+
+
 def test_no_record_is_loud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "golden_sm_90.json").write_text("{}", encoding="utf-8")
     assert record.main(["--check", "--folder", str(tmp_path)]) == 1
@@ -53,7 +59,17 @@ def test_a_failed_record_does_not_count(tmp_path: Path) -> None:
     assert record.main(["--check", "--folder", str(tmp_path)]) == 1
 
 
-def test_one_passing_record_of_these_sources_suffices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_not_attention(tmp_path: Path, with_model: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "of attention among 1" in out and "of model among" not in out
+    store(tmp_path, "model_gpu_2030-01-02.json")  # of the digest of attention
+    store(tmp_path, "gpu_2030-01-02.json")
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 1
+    assert "of model among 2" in capsys.readouterr().out
+
+
+def test_one_passing_record_of_these_sources_suffices(tmp_path: Path, with_model: None, capsys: pytest.CaptureFixture[str]) -> None:
     store(tmp_path, "gpu_2030-01-02.json")
     store(tmp_path, "gpu_2029-01-02.json", source_digest="0")
     assert record.main(["--check", "--folder", str(tmp_path)]) == 0
@@ -71,7 +87,7 @@ def gpu_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return arrange
 
 
-def test_write_and_check(tmp_path: Path, gpu_run: Any) -> None:
+def test_write_and_check(tmp_path: Path, with_model: None, gpu_run: Any) -> None:
     gpu_run(report(), {"passed": 40, "failed": 0, "skipped": 1})
     assert record.main(["--write", "--tests", "--folder", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "nvidia_test_gpu_2030-01-02.json").read_text(encoding="utf-8"))

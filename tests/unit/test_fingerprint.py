@@ -15,7 +15,7 @@ import torch
 import triton
 
 from triton_mla import fingerprint
-from triton_mla.fingerprint import numerics_fingerprint, source_digest, source_files
+from triton_mla.fingerprint import MODEL, numerics_fingerprint, source_digest, source_files
 from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder
 
 
@@ -68,7 +68,7 @@ def test_triton_and_the_revision_change_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_schedule_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = numerics_fingerprint(arch="sm_90")
     edited = {**source_files(), "tuning.py": "another table of schedules"}
-    monkeypatch.setattr(fingerprint, "source_files", lambda: edited)
+    monkeypatch.setattr(fingerprint, "source_files", lambda _patterns: edited)
     after = numerics_fingerprint(arch="sm_90")
     assert after["digest"] == before["digest"]
     assert after["kernel_sources"] != before["kernel_sources"]
@@ -107,7 +107,10 @@ def test_source_files_are_the_kernels_and_what_plans_them() -> None:
     assert {"plan.py", "tuning.py", "attention.py", "calls.py", "launch.py"} <= files.keys()
     assert {"prefill.py", "prefill_launch.py", "absorb.py", "paths.py", "step.py", "module.py"} <= files.keys()
     root = Path(fingerprint.__file__).parent
-    assert {file.relative_to(root).as_posix() for file in (root / "kernels").rglob("*.py")} <= files.keys()
+    kernels = {file.relative_to(root).as_posix() for file in (root / "kernels").rglob("*.py")}
+    companion = {name for name in kernels if name.startswith("kernels/companion/")}
+    assert kernels - companion <= files.keys() and not companion & files.keys()
+    assert kernels | {"companion/products.py", "mode.py"} <= source_files(MODEL).keys() > files.keys()
     assert any(name.startswith("kernels/") for name in files)
     assert not any(name.startswith(("cli/", "verification/")) for name in files)
     assert all(len(value) == 64 for value in files.values())
