@@ -59,8 +59,8 @@ def matmul_tma(tile: Tile, *, split: bool = False, by_rows: tuple[bool, bool] = 
     for name, straight in zip(("A", "B"), by_rows, strict=True):
         if not straight:
             types[name] = f"tensordesc<bf16[{shapes[name][1]}, {shapes[name][0]}]>"
-    constants = {**blocks(tile), "GROUP_M": tile.group_m, "A_BY_ROWS": by_rows[0], "B_BY_ROWS": by_rows[1], "SPLIT_K": 1792 if split else 0,
-                 "SPLITS": SPLITS if split else 1, "HAS_BIAS": True, "SUBTILES": tile.subtiles}
+    constants = {**blocks(tile), "GROUP_M": tile.group_m, "A_BY_ROWS": by_rows[0], "B_BY_ROWS": by_rows[1], "SWAP": tile.swap,
+                 "SPLIT_K": 1792 if split else 0, "SPLITS": SPLITS if split else 1, "HAS_BIAS": True, "SUBTILES": tile.subtiles}
     return build("sm_90", matmul_tma_kernel, constants, tile, torch.bfloat16, **types)
 
 

@@ -290,7 +290,7 @@ def multiply(
     emulate = {"EMULATE_BF16": INTERPRETED and a.dtype == torch.bfloat16}
     with on_device(device):
         if tile.tma and _descriptive(a) and _descriptive(b) and _descriptive(out) and not any(aligned):
-            kinds = {"A_BY_ROWS": a.stride(2) == 1, "B_BY_ROWS": b.stride(2) == 1}
+            kinds = {"A_BY_ROWS": a.stride(2) == 1, "B_BY_ROWS": b.stride(2) == 1, "SWAP": tile.swap}
             key = (a.dtype, tile, split_k if splits > 1 else 0, splits, bias is None, *kinds.values())
             args = (_descriptor(a[0], tile.block_m, tile.block_k), _descriptor(b[0], tile.block_k, tile.block_n), out if bias is None else bias,
                     _descriptor(out[0], tile.block_m, tile.block_n // tile.subtiles), M, N, K)

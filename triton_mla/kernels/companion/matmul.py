@@ -117,11 +117,11 @@ def add_splits_kernel(
 
 
 @triton.jit
-def load_and_add(A, B, acc, row, col, k, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr):
+def load_and_add(A, B, acc, row, col, k, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SWAP: tl.constexpr):
     """One step of a product from descriptors: A by rows is [M, K] in memory, else [K, M]; B by rows is [K, N], else [N, K]. Outside are zeros."""
     x = A.load([row, k]) if A_BY_ROWS else A.load([k, row]).T
     w = B.load([k, col]) if B_BY_ROWS else B.load([col, k]).T
-    return tl.dot(x, w, acc)
+    return add_product(x, w, acc, SWAP, "ieee", False)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def store_tile(OUT, BIAS, acc, row, col, N, HAS_BIAS: tl.constexpr, SUBTILES: tl
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def matmul_tma_kernel(
     A, B, BIAS, OUT, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SWAP: tl.constexpr,
     SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SUBTILES: tl.constexpr,
 ):
     """`matmul_kernel` of one batch by descriptors (TMA). Grid (programs, 1): each takes every program-count-th tile."""
@@ -150,14 +150,16 @@ def matmul_tma_kernel(
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=SPLITS == 1):
         row_tile, col_tile = place(tile, row_tiles, col_tiles, GROUP_M)
         row, col = row_tile * BLOCK_M, col_tile * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
         if SPLITS == 1:
             for k in range(0, K, BLOCK_K):
-                acc = load_and_add(A, B, acc, row, col, k, A_BY_ROWS, B_BY_ROWS)
+                acc = load_and_add(A, B, acc, row, col, k, A_BY_ROWS, B_BY_ROWS, SWAP)
         else:
             for start in range(0, K, SPLIT_K):
-                part = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+                part = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
                 for k in range(start, tl.minimum(start + SPLIT_K, K), BLOCK_K):
-                    part = load_and_add(A, B, part, row, col, k, A_BY_ROWS, B_BY_ROWS)
+                    part = load_and_add(A, B, part, row, col, k, A_BY_ROWS, B_BY_ROWS, SWAP)
                 acc += part
+        if SWAP:
+            acc = tl.trans(acc)
         store_tile(OUT, BIAS, acc, row, col, N, HAS_BIAS, SUBTILES)
