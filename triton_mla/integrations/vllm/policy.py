@@ -1,0 +1,110 @@
+"""An engine's start: whether this backend serves it, the selection, prefix caching, and what workers have to change of vLLM's own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from triton_mla.config import AUTO, PREFIX, Settings
+from triton_mla.errors import UnsupportedError
+from triton_mla.paths import MHA
+from triton_mla.policy import resolve
+
+from . import adapter
+from .decision import Decision
+
+logger = logging.getLogger(__name__)
+
+OWN, OWN_MHA = "triton_mla", "triton_mla_mha"
+PATH = "triton_mla.integrations.vllm.backend.TritonMLABackend"
+
+
+def before_workers(vllm_config: Any) -> None:
+    """Decide for one engine, on the config that its scheduler reads, and write the decision into it for the workers.
+
+    Raises UnsupportedError with every reason, or ValueError, where the backend was asked for, by name or by a variable of this package, and cannot
+    serve the engine. Where only vLLM's own flag asks, the engine is left to vLLM, with a warning.
+    """
+    if not adapter.uses_mla(vllm_config) or Decision.read(vllm_config) is not None:
+        return
+    settings = Settings.from_env()
+    named = adapter.named_backend(vllm_config)
+    asked = _asked_for(named, settings)
+    if asked is None:
+        return
+    try:
+        decision = _decide(vllm_config, settings)
+    except ValueError as error:
+        if named is not None or any(origin.startswith(PREFIX) for origin in settings.origins.values()):
+            raise
+        logger.warning("%s would be chosen for batch-invariant mode, but cannot serve this engine; vLLM chooses. %s", OWN, error)
+        return
+    if named is None:
+        adapter.name_custom(vllm_config)
+        logger.info("attention backend: %s (%s), since %s; --attention-backend names another", adapter.CUSTOM, OWN, asked)
+    decision.write(vllm_config)
+    logger.info("%s serves this engine: %s", OWN, decision.paths)
+
+
+def _asked_for(named: str | None, settings: Settings) -> str | None:
+    """Why this package's backend is wanted, None where it is not."""
+    if named is not None:
+        if named in (adapter.CUSTOM, adapter.TRITON_MLA) and adapter.is_registered(named, PATH):
+            return f"attention backend {named} is named"
+        logger.debug("attention backend %s is named; %s does nothing", named, OWN)
+        return None
+    backend = settings.describe("decode_backend")
+    if settings.decode_backend not in (AUTO, OWN):
+        logger.info("%s: vLLM chooses the attention backend", backend)
+        return None
+    if not adapter.is_registered(adapter.CUSTOM, PATH):
+        return None
+    if settings.decode_backend == OWN:
+        return backend
+    return settings.describe("batch_invariant") if settings.batch_invariant else None
+
+
+def _decide(vllm_config: Any, settings: Settings) -> Decision:
+    against = list(adapter.limits(vllm_config))
+    if settings.prefill_backend not in (AUTO, OWN, OWN_MHA):
+        against.append(f"{settings.describe('prefill_backend')}: it computes prompts itself, in its forms {OWN} and {OWN_MHA}")
+    if settings.decode_backend not in (AUTO, OWN):
+        against.append(f"{settings.describe('decode_backend')} names another backend than --attention-backend")
+    if settings.batch_invariant and adapter.is_hybrid(vllm_config):
+        against.append(f"{settings.describe('batch_invariant')}: the model has layers that are no attention, whose state prefix caching decided already")
+    if against:
+        raise UnsupportedError("the attention backend cannot serve this engine", {OWN: against})
+    if settings.batch_invariant and not adapter.engine_is_invariant():
+        logger.warning("%s, but not VLLM_BATCH_INVARIANT: vLLM's own products, norms and reductions will follow the batch",
+                       settings.describe("batch_invariant"))
+    no_roles = adapter.against_roles(vllm_config)
+    if no_roles is not None:
+        logger.info("the roles of tokens are not supplied: %s", no_roles)
+    selection = resolve(
+        vllm_config.cache_config, dims=adapter.dims_of(vllm_config), settings=settings, decode_backend=OWN, dtype=vllm_config.model_config.dtype,
+        arch=adapter.arch(), token_roles=no_roles is None, whole_prompts=adapter.whole_prompts(vllm_config),
+    )
+    return Decision.of(selection)
+
+
+def after_device(vllm_config: Any, runner: Any) -> None:
+    """In a worker, before its model is loaded."""
+    decision = Decision.read(vllm_config)
+    if decision is None or runner is None:
+        return
+    adapter.remember(runner)
+    if decision.prompt == MHA:
+        adapter.keep_prompts_out_of_decode_graphs(runner)
+    if decision.batch_invariant:
+        adapter.after_loading(runner, _one_kernel_for_all_batches)
+
+
+def _one_kernel_for_all_batches(models: list[torch.nn.Module]) -> None:
+    changed = [projection for model in models for projection in adapter.projections_by_batch(model)]
+    for projection in changed:
+        adapter.take_one_kernel(projection)
+    if changed:
+        logger.warning("the min-latency kernel of %d fused a-projections is switched off: it serves up to 16 tokens only, so bits would follow the batch",
+                       len(changed))
