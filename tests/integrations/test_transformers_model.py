@@ -128,6 +128,19 @@ def test_neighbours_pages_and_cuts_change_no_bit(model, form):
     assert_bitwise_equal(alone(paged, needle, CUTS[1], seed=2), expected, "its last tokens one by one")
 
 
+def test_bf16(device, interpreter):
+    """As near to the fp32 model of the same weights as bf16 allows, and as invariant."""
+    model = random_model(device, **MODELS["low-rank query, yarn"]).to(torch.bfloat16)
+    tokens = prompt(LENGTH)
+    paged = load(model, **ORDERS)
+    whole = alone(paged, tokens)
+    assert_bitwise_equal(alone(paged, tokens, CUTS[1]), whole)
+    with torch.no_grad():
+        logits = model.float()(torch.tensor([tokens], device=device)).logits[0]
+    error = (whole - torch.log_softmax(logits, -1)).abs().mean()
+    assert error < 0.03, error
+
+
 def test_padding_changes_no_bit(model, device):
     """Decode over a fixed number of rows, as a captured graph replays it."""
     from triton_mla import StepPlan
