@@ -13,7 +13,7 @@ from test_aot import check_fits
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_mla.companion.products import COMBINE_WIDTH, SPLITS, TILES, Tile, split_length
+from triton_mla.companion.products import COMBINE_WIDTH, TILES, Tile, split_length
 from triton_mla.kernels.companion.grouped import add_slots_kernel, grouped_kernel
 from triton_mla.kernels.companion.matmul import add_splits_kernel, matmul_kernel, matmul_tma_kernel
 from triton_mla.launch import INTERPRETED
@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="under TRITON_INTERPRET=1 nothing can be compiled; run with TRITON_INTERPRET=0"),
 ]
 
+SPLITS = 4
 INTEGERS = {"ROWS": "*i32", "GROUP_STARTS": "*i32", "PLACES": "*i32", "WEIGHTS": "*fp32", "PARTIALS": "*fp32"}
 LINEAR = ("stride_a_k", "stride_b_k")
 CASES = [pytest.param(arch, tile, id=f"{arch}-{i}") for arch in ("sm_80", "sm_90", "sm_100") for i, (_, _, tile) in enumerate(TILES.get(arch, TILES["other"]))]

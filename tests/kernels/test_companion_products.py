@@ -138,6 +138,9 @@ def test_nothing_to_add(draw, M, N, K):
         assert result.shape == (M, N) and bool((result == 0).all())
     assert bool((linear(a, b.t(), bias) == bias).all())
     assert matmul(draw(0, M, K), draw(0, K, N)).shape == (0, M, N)
+    for groups in (0, 2):
+        grouped = grouped_linear(a, draw(groups, N, K), torch.zeros(groups + 1, dtype=torch.int32, device=a.device))
+        assert grouped.shape == (M, N) and bool((grouped == 0).all())
 
 
 def test_nan_stays_in_its_row(draw):

@@ -6,11 +6,13 @@ nor on where the row lies. The order of additions is a property of (N, K) alone 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 from math import inf, prod
+from typing import Any, NamedTuple
 
 import torch
-import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import checks
 from ..calls import device_facts, on_device
@@ -19,8 +21,6 @@ from ..kernels.companion.matmul import add_splits_kernel, matmul_kernel, matmul_
 from ..launch import INTERPRETED, launch
 from .rows import silu_and_mul
 
-SPLITS = 4
-SPLIT_UNIT = 256  # no block of k straddles two splits
 COMBINE_WIDTH = 256
 
 
@@ -86,7 +86,7 @@ def split_length(N: int, K: int) -> int:
     of K / 4 rounded up to a multiple of 256: in each part k ascends in an fp32 accumulator, and these are added to 0 in ascending order.
     Neither the number of rows nor the dtype nor the device has a say in it.
     """
-    return K if N > 2560 or K < 6144 else triton.cdiv(triton.cdiv(K, SPLITS), SPLIT_UNIT) * SPLIT_UNIT
+    return K if N > 2560 or K < 6144 else -(-K // 1024) * 256
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -245,10 +245,9 @@ def _indices(name: str, value: object, like: torch.Tensor, dtype: torch.dtype, s
     return value.contiguous()
 
 
-def _check_out(out: object, shape: tuple[int, ...], like: torch.Tensor) -> None:
+def _check_out(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> None:
     if out is not None:
         _operand("out", out, like)
-        assert isinstance(out, torch.Tensor)
         checks.shape("out", out, shape, "that of the result")
         checks.no_overlap("out", out)
 
@@ -267,48 +266,67 @@ def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: t
     return multiply(a, b, bias, out, None, split_length(b.shape[2], b.shape[1]))
 
 
-def multiply(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, tile: Tile | None, split_k: int
-) -> torch.Tensor:
+class _Prepared(NamedTuple):
+    """What a product's launches have besides tensors."""
+
+    tile: Tile
+    tma: bool
+    partials: int  # splits that are programs' own, or 0
+    keys: tuple[tuple[Any, ...], tuple[Any, ...]]
+    programs: int
+    integers: tuple[int, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+@lru_cache(maxsize=4096)
+def _prepare(a: tuple[int, ...], strides: tuple[tuple[int, ...], ...], N: int, biased: bool, aligned: tuple[int, ...], dtype: torch.dtype,
+             device: torch.device, tile: Tile | None, split_k: int) -> _Prepared:
+    (batch, M, K), (a_strides, b_strides, out_strides), (arch, num_sms) = a, strides, device_facts(device)
+    tile = tile_for(M, N, dtype, arch) if tile is None else tile
+    splits = max(1, -(-K // split_k)) if K else 1
+    tiles, options = -(-M // tile.block_m) * -(-N // tile.block_n), {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    far = [x[1] if x[2] == 1 else x[2] for x in strides]
+    tma = tile.tma and batch == 1 and K > 0 and out_strides[2] == 1 and not any(aligned) and all(n > 0 and n * dtype.itemsize % 16 == 0 for n in far)
+    shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
+    split = {"SWAP": tile.swap, "SPLIT_K": split_k if splits > 1 else 0, "SPLITS": splits}
+    if tma:
+        flags: dict[str, Any] = {"A_BY_ROWS": a_strides[2] == 1, "B_BY_ROWS": b_strides[2] == 1, **split, "HAS_BIAS": biased, "SUBTILES": tile.subtiles}
+        programs = min(tiles, num_sms * tile.per_sm) if tile.per_sm else tiles
+        return _Prepared(tile, True, 0, ((dtype, *astuple(tile), *flags.values()), ()), programs, (M, N, K), {**shape, **flags}, options)
+    partials = splits if tile.across and splits > 1 else 0
+    flags = {"EVEN_K": K % tile.block_k == 0, **split, "ACROSS": partials > 0, "HAS_BIAS": biased and not partials, "PRECISION": "ieee",
+             "EMULATE_BF16": INTERPRETED and dtype == torch.bfloat16}
+    integers = (*a_strides, *b_strides, *((M * N, N) if partials else out_strides[:2]), M, N, K)
+    kinds = [_kind(n) for n in (*integers[:8], N, K)]
+    sums = (dtype, splits, biased, *aligned, *(_kind(n) for n in (*out_strides[:2], N)))
+    return _Prepared(tile, False, partials, ((dtype, *astuple(tile), *flags.values(), *kinds, *aligned), sums), tiles * batch * max(1, partials), integers,
+                     {**shape, **flags}, options)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, tile: Tile | None, split_k: int) -> torch.Tensor:
     """Launch a [B, M, K] . b [B, K, N] + bias [N] -> out [B, M, N] of one dtype, K cut every ``split_k``. ``tile`` overrides the table."""
     a, b = _in_place(a), _in_place(b)
-    (batch, M, K), N, device = a.shape, b.shape[2], a.device
+    (batch, M, _), N, device = a.shape, b.shape[2], a.device
     if out is None:
         out = torch.empty((batch, M, N), dtype=a.dtype, device=device)
     if out.numel() == 0:
         return out
-    arch, num_sms = device_facts(device)
-    splits = max(1, triton.cdiv(K, split_k)) if K else 1
-    if tile is None:
-        tile = tile_for(M, N, a.dtype, arch)
-    aligned = tuple(t.data_ptr() % 16 for t in (a, b, out)) + (0 if bias is None else bias.data_ptr() % 16,)
-    tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
-    split = {"SPLIT_K": split_k if splits > 1 else 0, "SPLITS": splits}
-    with_bias = {"HAS_BIAS": bias is not None}
-    emulate = {"EMULATE_BF16": INTERPRETED and a.dtype == torch.bfloat16}
+    to, added = out, out if bias is None else bias
+    aligned = (a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16, added.data_ptr() % 16)
+    p = _prepare(a.shape, (a.stride(), b.stride(), out.stride()), N, bias is not None, aligned, a.dtype, device, tile, split_k)
     with on_device(device):
-        if tile.tma and _descriptive(a) and _descriptive(b) and _descriptive(out) and not any(aligned):
-            kinds = {"A_BY_ROWS": a.stride(2) == 1, "B_BY_ROWS": b.stride(2) == 1, "SWAP": tile.swap}
-            key = (a.dtype, tile, split_k if splits > 1 else 0, splits, bias is None, *kinds.values())
-            args = (_descriptor(a[0], tile.block_m, tile.block_k), _descriptor(b[0], tile.block_k, tile.block_n), out if bias is None else bias,
-                    _descriptor(out[0], tile.block_m, tile.block_n // tile.subtiles), M, N, K)
-            launch(matmul_tma_kernel, key, (min(tiles, num_sms * tile.per_sm) if tile.per_sm else tiles, 1), args,
-                   {**shape, **kinds, **split, **with_bias, "SUBTILES": tile.subtiles}, options)
+        if p.tma:
+            m, n, k = p.tile.block_m, p.tile.block_n, p.tile.block_k
+            operands = (_descriptor(a[0], m, k), _descriptor(b[0], k, n), added, _descriptor(out[0], m, n // p.tile.subtiles))
+            launch(matmul_tma_kernel, p.keys[0], (p.programs, 1), (*operands, *p.integers), p.constants, p.options)
             return out
-        across = tile.across and splits > 1
-        to = torch.empty((batch * splits, M, N), dtype=torch.float32, device=device) if across else out
-        strides = (*a.stride(), *b.stride(), *to.stride()[:2])
-        flags = {"EVEN_K": K % tile.block_k == 0, "SWAP": tile.swap, **split, "ACROSS": across, "HAS_BIAS": bias is not None and not across}
-        key = (a.dtype, tile, *flags.values(), *map(_kind, (*strides, N, K)), *aligned)
-        launch(matmul_kernel, key, (tiles * batch * (splits if across else 1), 1), (a, b, to if bias is None else bias, to, *strides, M, N, K),
-               {**shape, **flags, "PRECISION": "ieee", **emulate}, options)
-        if across:
-            strides = out.stride()[:2]
-            launch(add_splits_kernel, (a.dtype, splits, bias is None, *map(_kind, (*strides, N)), *aligned), (batch * M, triton.cdiv(N, COMBINE_WIDTH)),
-                   (to, out if bias is None else bias, out, *strides, M, N),
-                   {"SPLITS": splits, "WIDTH": COMBINE_WIDTH, **with_bias, **emulate}, {"num_warps": 2})
+        if p.partials:
+            to = torch.empty((batch * p.partials, M, N), dtype=torch.float32, device=device)
+        launch(matmul_kernel, p.keys[0], (p.programs, 1), (a, b, added, to, *p.integers), p.constants, p.options)
+        if p.partials:
+            launch(add_splits_kernel, p.keys[1], (batch * M, -(-N // COMBINE_WIDTH)), (to, added, out, *out.stride()[:2], M, N),
+                   {"SPLITS": p.partials, "WIDTH": COMBINE_WIDTH, "HAS_BIAS": bias is not None, "EMULATE_BF16": p.constants["EMULATE_BF16"]}, {"num_warps": 2})
     return out
 
 
@@ -319,16 +337,14 @@ def _grouped(x: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, s
     (E, N, K), S = weight.shape, x.shape[0] if rows is None else rows.shape[0]
     if out is None:
         out = torch.empty((S, N), dtype=x.dtype, device=x.device)
-    if E == 0:
-        return out.zero_()
     if tile is None:
-        tile = tile_for(triton.cdiv(S, E), N, x.dtype, device_facts(x.device)[0])
+        tile = tile_for(-(-S // max(1, E)), N, x.dtype, device_facts(x.device)[0])
     strides = (x.stride(0), *weight.stride(), out.stride(0))
     flags = {"EVEN_K": K % tile.block_k == 0, "SWAP": tile.swap, "PRECISION": "ieee", "EMULATE_BF16": INTERPRETED and x.dtype == torch.bfloat16}
     rows = starts if rows is None else rows
-    key = (x.dtype, top_k, tile, *flags.values(), *map(_kind, (*strides, N, K)), *(t.data_ptr() % 16 for t in (x, rows, weight, starts, out)))
+    key = (x.dtype, top_k, *astuple(tile), *flags.values(), *map(_kind, (*strides, N, K)), *(t.data_ptr() % 16 for t in (x, rows, weight, starts, out)))
     with on_device(x.device):
-        launch(grouped_kernel, key, (triton.cdiv(N, tile.block_n), S // tile.block_m + E + 1 if S else 0),
+        launch(grouped_kernel, key, (-(-N // tile.block_n), S // tile.block_m + E + 1 if S else 0),
                (x, rows, weight, starts, out, *strides, S, E, N, K),
                {"TOP_K": top_k, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, **flags},
                {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
@@ -343,10 +359,10 @@ def _moe(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.
     places = torch.empty_like(pairs, dtype=torch.int32).scatter_(0, pairs, torch.arange(T * slots, dtype=torch.int32, device=x.device))
     hidden = silu_and_mul(_grouped(x, pairs.int(), gate_up, starts, None, top_k=slots))
     y = _grouped(hidden, None, down, starts, None)
-    emulate = INTERPRETED and x.dtype == torch.bfloat16
+    constants = {"TOP_K": slots, "WIDTH": COMBINE_WIDTH, "EMULATE_BF16": INTERPRETED and x.dtype == torch.bfloat16}
     with on_device(x.device):
-        launch(add_slots_kernel, (x.dtype, slots, _kind(K), weights.data_ptr() % 16), (T, triton.cdiv(K, COMBINE_WIDTH)),
-               (y, places, weights, out, y.stride(0), out.stride(0), K), {"TOP_K": slots, "WIDTH": COMBINE_WIDTH, "EMULATE_BF16": emulate}, {"num_warps": 2})
+        launch(add_slots_kernel, (x.dtype, slots, _kind(K), weights.data_ptr() % 16), (T, -(-K // COMBINE_WIDTH)),
+               (y, places, weights, out, y.stride(0), out.stride(0), K), constants, {"num_warps": 2})
     return out
 
 
@@ -360,26 +376,16 @@ def _kind(value: int) -> tuple[bool, bool, bool]:
     return value == 1, value % 16 == 0, value >= 2**31
 
 
-def _descriptive(x: torch.Tensor) -> bool:
-    """Whether TMA takes the one matrix of x: rows or columns contiguous, the others 16 bytes apart or a multiple of that."""
-    far = x.stride(1) if x.stride(2) == 1 else x.stride(2)
-    return x.shape[0] == 1 and x.numel() > 0 and 1 in x.stride()[1:] and far * x.element_size() % 16 == 0
-
-
 def _descriptor(x: torch.Tensor, rows: int, cols: int) -> object:
     """TMA descriptor of blocks of ``x`` [rows, cols] as they lie in memory."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    if x.stride(1) == 1:
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, cols])
-    return TensorDescriptor(x, [x.shape[1], x.shape[0]], [x.stride(1), x.stride(0)], [cols, rows])
+    x, block = (x, [rows, cols]) if x.stride(1) == 1 else (x.t(), [cols, rows])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
 @torch.library.custom_op("triton_mla::product", mutates_args=())
 def _product_operator(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """What `torch.compile` sees of `matmul`, `linear` and `bmm`."""
     return _product(a, b, bias, None)
-
 
 _product_operator.register_fake(lambda a, b, bias: a.new_empty((*a.shape[:2], b.shape[2])))
 
@@ -388,13 +394,7 @@ _product_operator.register_fake(lambda a, b, bias: a.new_empty((*a.shape[:2], b.
 def _grouped_operator(x: torch.Tensor, weight: torch.Tensor, group_starts: torch.Tensor) -> torch.Tensor:
     return grouped_linear(x, weight, group_starts)
 
-
 _grouped_operator.register_fake(lambda x, weight, group_starts: x.new_empty((x.shape[0], weight.shape[1])))
 
-
-@torch.library.custom_op("triton_mla::moe_experts", mutates_args=())
-def _moe_operator(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    return moe_experts(x, gate_up, down, topk_ids, topk_weights)
-
-
+_moe_operator = torch.library.custom_op("triton_mla::moe_experts", moe_experts, mutates_args=())
 _moe_operator.register_fake(lambda x, gate_up, down, topk_ids, topk_weights: x.new_empty(x.shape))
