@@ -13,7 +13,8 @@ from test_aot import check_fits
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_mla.companion.products import COMBINE_WIDTH, TILES, Tile, split_length
+from triton_mla.companion.products import COMBINE_WIDTH, split_length
+from triton_mla.companion.tiles import TILES, Tile
 from triton_mla.kernels.companion.grouped import add_slots_kernel, grouped_kernel
 from triton_mla.kernels.companion.matmul import add_splits_kernel, matmul_kernel, matmul_tma_kernel
 from triton_mla.launch import INTERPRETED

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from triton_mla.companion.products import TILES, Tile, bmm, grouped_linear, linear, matmul, moe_experts, multiply, split_length, tile_for
+from triton_mla.companion.products import bmm, grouped_linear, linear, matmul, moe_experts, multiply, split_length
+from triton_mla.companion.tiles import TILES, Tile, tile_for
 from triton_mla.testing import assert_bitwise_equal, assert_close, bitwise_equal
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -201,7 +202,10 @@ def test_tables_serve_every_size():
 
 
 ALL_TILES = [tile for table in ("sm_90", "other") for _, _, tile in TILES[table]]
-OTHER_TILES = [Tile(16, 64, 64, 4, 3, swap=True), Tile(64, 16, 128, 4, 3), Tile(128, 128, 64, 4, 3, group_m=1), Tile(64, 128, 128, 8, 2, swap=True)]
+OTHER_TILES = [
+    Tile(16, 64, 64, 4, 3, swap=True), Tile(16, 16, 512, 4, 3, across=True), Tile(64, 16, 128, 4, 3),
+    Tile(128, 128, 64, 4, 3, group_m=1), Tile(64, 128, 128, 8, 2, swap=True),
+]
 
 
 @pytest.mark.gpu
@@ -211,7 +215,7 @@ def test_no_tile_changes_a_bit(draw, device, tile):
         pytest.skip("descriptors need sm_90")
     for kind in (torch.bfloat16, torch.float16):
         for M, N, K in ((1, 2112, 7168), (300, 576, 2048), (130, 520, 1000)):
-            for split_k in (K, 512):
+            for split_k in (K, 512, 1792):
                 a, w, bias = draw(1, M, K, dtype=kind), draw(1, N, K, dtype=kind, seed=1), draw(N, dtype=kind, seed=2)
                 for b in (w.transpose(1, 2), w.transpose(1, 2).contiguous()):
                     expected = multiply(a, b, bias, None, OTHER_TILES[0], split_k)

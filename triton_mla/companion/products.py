@@ -6,9 +6,9 @@ nor on where the row lies. The order of additions is a property of (N, K) alone 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import lru_cache
-from math import inf, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,63 +20,9 @@ from ..kernels.companion.grouped import add_slots_kernel, grouped_kernel
 from ..kernels.companion.matmul import add_splits_kernel, matmul_kernel, matmul_tma_kernel
 from ..launch import INTERPRETED, launch
 from .rows import silu_and_mul
+from .tiles import Tile, tile_for
 
 COMBINE_WIDTH = 256
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a product is spread over the machine. No field can change a bit.
-
-    Attributes:
-        swap: the accumulator is held transposed, so that few rows are the narrow operand of the matrix unit.
-        across: where K is split, each split is a program's own; else each program takes them one after the other.
-        tma: operands come by descriptors where their strides allow it, on sm_90.
-        per_sm: with ``tma``, programs that stay on a multiprocessor and take tile after tile; 0: each program takes one.
-        subtiles: with ``tma``, the runs of columns, 1 or 2, in which a tile is stored.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_m: int = 8
-    swap: bool = False
-    across: bool = False
-    tma: bool = False
-    per_sm: int = 0
-    subtiles: int = 1
-
-
-# Rows of (most M, most N, tile); the first that holds is taken. fp32 products are unrolled multiplications, which want small tiles.
-TILES = {
-    "sm_90": (
-        (16, 4096, Tile(16, 16, 256, 4, 4, across=True)),
-        (16, inf, Tile(16, 32, 256, 4, 4, across=True)),
-        (32, 4096, Tile(32, 32, 128, 4, 5, across=True)),
-        (32, inf, Tile(32, 64, 128, 4, 4, across=True)),
-        (64, 4096, Tile(64, 32, 128, 4, 5, across=True)),
-        (64, inf, Tile(64, 64, 128, 4, 4, across=True)),
-        (128, inf, Tile(128, 64, 128, 4, 3, across=True)),
-        (512, 8192, Tile(128, 128, 64, 8, 4, tma=True, per_sm=1)),
-        (inf, 2560, Tile(128, 128, 64, 8, 4, tma=True, per_sm=1)),
-        (inf, inf, Tile(128, 256, 64, 8, 4, tma=True, per_sm=1, subtiles=2)),
-    ),
-    "other": (
-        (16, inf, Tile(16, 64, 128, 4, 3, across=True)),
-        (64, inf, Tile(64, 64, 64, 4, 3, across=True)),
-        (inf, inf, Tile(128, 128, 64, 8, 3)),
-    ),
-    "fp32": ((inf, inf, Tile(16, 64, 32, 4, 2, across=True)),),
-    "interpreter": ((inf, inf, Tile(64, 64, 128, 4, 1)),),
-}
-
-
-def tile_for(M: int, N: int, dtype: torch.dtype, arch: str) -> Tile:
-    """The tile of a product; one for all under the interpreter, whose products follow the shape of the tile."""
-    table = "fp32" if dtype == torch.float32 and arch != "interpreter" else arch
-    return next(tile for most_m, most_n, tile in TILES.get(table, TILES["other"]) if most_m >= M and most_n >= N)
 
 
 def split_length(N: int, K: int) -> int:
@@ -287,7 +233,8 @@ def _prepare(a: tuple[int, ...], strides: tuple[tuple[int, ...], ...], N: int, b
     splits = max(1, -(-K // split_k)) if K else 1
     tiles, options = -(-M // tile.block_m) * -(-N // tile.block_n), {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     far = [x[1] if x[2] == 1 else x[2] for x in strides]
-    tma = tile.tma and batch == 1 and K > 0 and out_strides[2] == 1 and not any(aligned) and all(n > 0 and n * dtype.itemsize % 16 == 0 for n in far)
+    fits = splits == 1 or split_k % tile.block_k == 0  # no block of k straddles two splits
+    tma = tile.tma and fits and batch == 1 and K > 0 and out_strides[2] == 1 and not any(aligned) and all(n > 0 and n * dtype.itemsize % 16 == 0 for n in far)
     shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
     split = {"SWAP": tile.swap, "SPLIT_K": split_k if splits > 1 else 0, "SPLITS": splits}
     if tma:
@@ -295,7 +242,7 @@ def _prepare(a: tuple[int, ...], strides: tuple[tuple[int, ...], ...], N: int, b
         programs = min(tiles, num_sms * tile.per_sm) if tile.per_sm else tiles
         return _Prepared(tile, True, 0, ((dtype, *astuple(tile), *flags.values()), ()), programs, (M, N, K), {**shape, **flags}, options)
     partials = splits if tile.across and splits > 1 else 0
-    flags = {"EVEN_K": K % tile.block_k == 0, **split, "ACROSS": partials > 0, "HAS_BIAS": biased and not partials, "PRECISION": "ieee",
+    flags = {"EVEN_K": K % tile.block_k == 0 and fits, **split, "ACROSS": partials > 0, "HAS_BIAS": biased and not partials, "PRECISION": "ieee",
              "EMULATE_BF16": INTERPRETED and dtype == torch.bfloat16}
     integers = (*a_strides, *b_strides, *((M * N, N) if partials else out_strides[:2]), M, N, K)
     kinds = [_kind(n) for n in (*integers[:8], N, K)]

@@ -141,7 +141,8 @@ def store_tile(OUT, BIAS, acc, row, col, N, HAS_BIAS: tl.constexpr, SUBTILES: tl
 @triton.jit(do_not_specialize=["M", "N", "K"])
 def matmul_tma_kernel(
     A, B, BIAS, OUT, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr,
+    SWAP: tl.constexpr,
     SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SUBTILES: tl.constexpr,
 ):
     """`matmul_kernel` of one batch by descriptors (TMA). Grid (programs, 1): each takes every program-count-th tile."""
