@@ -79,10 +79,10 @@ class RowTile:
 
 
 def tile_for(num_rows: int, order: RowOrder) -> RowTile:
-    """1024 accumulators or those of one row, 8 a thread: one load of 16 bytes for 16-bit types. The interpreter is slow for each program."""
-    if num_rows <= FEW_ROWS and not order.single:
-        return RowTile(1, 1, split=True)
-    rows = max(1, (1 << 16 if INTERPRETED else STEP) // (order.parts * order.width))
+    """1024 accumulators or those of one row, 8 a thread: one load of 16 bytes for 16-bit types. The interpreter takes all rows at once."""
+    if INTERPRETED:
+        return RowTile(min(triton.next_power_of_2(max(1, num_rows)), max(1, 2**17 // (order.parts * order.width))), 1)
+    rows = max(1, STEP // (order.parts * order.width))
     return RowTile(rows, max(1, rows * order.parts * order.width // 256))
 
 
@@ -252,7 +252,7 @@ def _launch_rows(
     flags: dict[str, Any] | None = None, scalars: tuple[float, ...] = (),
 ) -> None:
     num_rows, N = shape
-    tile = tile or tile_for(FEW_ROWS + 1, order)
+    tile = tile or tile_for(num_rows, order)
     constants = {**(flags or {}), "ROWS": tile.rows, "PARTS": order.parts, "WIDTH": order.width, "CHUNKS": order.chunks, "SINGLE": order.single,
                  "EMULATE_BF16": emulate_bf16(tensors[1])}
     start(kernel, (triton.cdiv(num_rows, tile.rows), 1), tensors, (*strides, num_rows, N, order.length, *scalars), constants, tile.num_warps)
@@ -273,7 +273,7 @@ def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None, tile: RowTile
     rows = as_rows(moved)
     num_rows, N = rows.shape
     order = row_order(N)
-    tile = tile or tile_for(num_rows, order)
+    tile = tile or (tile_for(num_rows, order) if INTERPRETED or num_rows > FEW_ROWS or order.single else RowTile(1, 1, split=True))
     if not tile.split:
         _launch_rows(softmax_kernel, order, tile, (rows, out), (rows.stride(0),), rows.shape, {"LOG": log})
     else:
