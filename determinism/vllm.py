@@ -14,336 +14,21 @@ import argparse
 import datetime
 import json
 import os
-import random
-import struct
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+
+from determinism.vllm_engine import ENGINES, OURS, Engine, child, compare, make_model
+from triton_mla.fingerprint import source_digest, source_files
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path(__file__).resolve().parent / "records" / "vllm"
-OURS, CONTROL = "ours", "control"
-MAX_LEN = 34816
-STEADY_STEPS = 64
-NO_GRAPHS = {"compilation_config": {"cudagraph_mode": "NONE"}}
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One engine: its backend, whether the flag is on, what it runs, and how it differs from the default."""
-
-    name: str
-    backend: str
-    phases: tuple[str, ...]
-    kind: str = OURS
-    invariant: bool = True
-    model: str = "small"
-    seeds: int = 1
-    throughput: bool = False
-    forced_caching: bool = False
-    own_process: bool = False
-    variables: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-KEEP = {"TRITON_MLA_PREFIX_CACHING": "keep"}
-SMALL_CACHE = {"num_gpu_blocks_override": 200, "max_model_len": 8192}
-ENGINES = (
-    Engine("ours", "CUSTOM", ("short", "long", "schedule"), seeds=3, throughput=True),
-    Engine("ours_keep", "CUSTOM", ("short", "long", "prefix", "turns"), seeds=3, throughput=True, variables=KEEP),
-    Engine("ours_no_graphs", "CUSTOM", ("long", "cache_off"), own_process=True, options=NO_GRAPHS),
-    Engine("ours_small_cache", "CUSTOM", ("preemption",), options=SMALL_CACHE),
-    Engine("ours_keep_small_cache", "CUSTOM", ("preemption",), options=SMALL_CACHE, variables=KEEP),
-    Engine("ours_v3_shape", "CUSTOM", ("short",), model="v3_shape", seeds=2),
-    Engine("triton_mla", "TRITON_MLA", ("long", "prefix"), kind=CONTROL, seeds=3, throughput=True, forced_caching=True),
-    Engine("triton_mla_v3_shape", "TRITON_MLA", ("short",), kind=CONTROL, model="v3_shape"),
-    Engine("triton_mla_flag_off", "TRITON_MLA", ("long",), kind=CONTROL, invariant=False, throughput=True),
-    Engine("flash_attn_mla", "FLASH_ATTN_MLA", ("long",), kind=CONTROL, throughput=True),
-)
-
-Result = list[list[tuple[int, float]]]
-
-
-# ---- one engine, in its process
-
-
-def prompts(seed: int, count: int, low: int, high: int, vocabulary: int) -> list[list[int]]:
-    draw = random.Random(seed * 1000 + count + high)
-    return [[draw.randrange(2, vocabulary) for _ in range(draw.randint(low, high))] for _ in range(count)]
-
-
-def compare(a: Result, b: Result) -> dict[str, Any]:
-    """Mismatching (request, token) pairs, where the token or a bit of its logprob differs, and max |difference| over the same history."""
-    row = {"pairs": 0, "mismatches": 0, "requests": len(a), "requests_hit": 0, "max_difference": 0.0}
-    for x, y in zip(a, b, strict=True):
-        same_history, hit = True, 0
-        for (token, logprob), (other, other_logprob) in zip(x, y, strict=True):
-            row["pairs"] += 1
-            hit += token != other or struct.pack("d", logprob) != struct.pack("d", other_logprob)
-            if same_history and token == other:
-                row["max_difference"] = max(row["max_difference"], abs(logprob - other_logprob))
-            same_history = same_history and token == other
-        row["mismatches"] += hit
-        row["requests_hit"] += hit > 0
-    return row
-
-
-class Run:
-    """A started engine, its rows and the results that other engines are compared with."""
-
-    def __init__(self, engine: Engine, folder: Path, model: str, tensor_parallel: int, checkpoint: bool) -> None:
-        from vllm import LLM
-
-        if engine.forced_caching:
-            _force_caching()
-        self.engine, self.folder, started = engine, folder, time.monotonic()
-        options: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_batched_tokens": 2048, "max_num_seqs": 32, "seed": 0, "dtype": "bfloat16",
-                                   "skip_tokenizer_init": True, "tensor_parallel_size": tensor_parallel}
-        if checkpoint:
-            options["gpu_memory_utilization"] = 0.85
-        else:
-            options.update(kv_cache_memory_bytes=(8 if engine.throughput else 2) << 30, gpu_memory_utilization=0.15)
-        self.llm = LLM(model=model, attention_config={"backend": engine.backend}, **{**options, **engine.options})
-        self.config = self.llm.llm_engine.vllm_config
-        self.vocabulary = min(self.config.model_config.get_vocab_size(), 1 << 15)
-        self.data: dict[str, Any] = {"engine": asdict(engine), "rows": [], "results": {}, "seconds_to_start": round(time.monotonic() - started, 1),
-                                     "info": self._info()}
-
-    def _info(self) -> dict[str, Any]:
-        import torch
-        import triton
-        import vllm
-
-        layers = self.config.compilation_config.static_forward_context.values()
-        return {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__,
-                "backends": sorted({layer.attn_backend.__name__ for layer in layers if hasattr(layer, "attn_backend")}),
-                "page_size": self.config.cache_config.block_size, "graphs": str(self.config.compilation_config.cudagraph_mode),
-                "prefix_caching": None if self.engine.own_process else self.config.cache_config.enable_prefix_caching}
-
-    def generate(self, batch: Sequence[list[int]], tokens: int, *, reset: bool = True) -> tuple[Result, int]:
-        """(token, logprob) of each new token of each prompt, and how many prompt tokens came from the prefix cache."""
-        from vllm import SamplingParams
-
-        if reset:
-            self.llm.reset_prefix_cache()
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True, detokenize=False)
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in batch], sampling, use_tqdm=False)
-        result = [
-            [(token, steps[token].logprob) for token, steps in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)] for o in outputs
-        ]
-        return result, sum(o.num_cached_tokens or 0 for o in outputs)
-
-    def alone(self, batch: Sequence[list[int]], tokens: int) -> Result:
-        return [self.generate([prompt], tokens)[0][0] for prompt in batch]
-
-    def add(self, name: str, row: dict[str, Any], **needs: int) -> None:
-        """`needs`: counts that must not be 0 for the row to show anything."""
-        self.data["rows"].append({"engine": self.engine.name, "kind": self.engine.kind, "row": name, **row, "needs": needs})
-        self.save("partial")
-
-    def save(self, state: str) -> None:
-        path = self.folder / f"{self.engine.name}.json"
-        path.with_suffix(".tmp").write_text(json.dumps({**self.data, "state": state}), encoding="utf-8")
-        path.with_suffix(".tmp").replace(path)
-
-    def short(self) -> None:
-        for seed in range(self.engine.seeds):
-            batch = prompts(seed, 32, 10, 50, self.vocabulary)
-            self.add(f"prompts of 10-50, alone and 32 together, seed {seed}", compare(self.alone(batch, 32), self.generate(batch, 32)[0]))
-
-    def long(self) -> None:
-        for seed in range(self.engine.seeds):
-            batch = prompts(seed, 32, 200, 6000, self.vocabulary)
-            one, together = self.alone(batch, 16), self.generate(batch, 16)[0]
-            self.add(f"prompts of 200-6000, alone and 32 together, seed {seed}", compare(one, together))
-            if seed == 0:
-                self.data["results"]["long"] = together
-
-    def schedule(self) -> None:
-        batch = prompts(0, 32, 200, 6000, self.vocabulary)
-        together = self.generate(batch, 16)[0]
-        self.add("the same in reversed order", compare(together, self.generate(batch[::-1], 16)[0][::-1]))
-        # Of 1, 2049 and 4097 the last chunk is one token, which looks like a decode; behind a short prompt, which then decodes, of 2047 and 4094.
-        lengths = (1, 2, 2047, 2048, 2049, 4094, 4096, 4097)
-        batch = [prompt[:length] for prompt, length in zip(prompts(5, 8, 4200, 4300, self.vocabulary), lengths, strict=True)]
-        one = self.alone(batch, 16)
-        self.add("last chunks of one token, alone and together", compare(one, self.generate(batch, 16)[0]))
-        beside = [self.generate([batch[1], prompt], 16)[0][1] for prompt in batch]
-        self.add("last chunks of one token, each beside a decode", compare(one, beside))
-
-    def prefix(self) -> None:
-        draw = random.Random(99)
-        cold, warm, shared_cold, shared_warm, cached, shared = [], [], [], [], 0, 0
-        for prompt in prompts(7, 16, 200, 6000, self.vocabulary):
-            cold += self.generate([prompt], 16)[0]
-            again, hits = self.generate([prompt], 16, reset=False)
-            warm, cached = warm + again, cached + hits
-            suffix = [draw.randrange(2, self.vocabulary) for _ in range(draw.randint(20, 600))]
-            other = prompt[: draw.randint(len(prompt) // 3, len(prompt) - 1)] + suffix
-            again, hits = self.generate([other], 16, reset=False)
-            shared_warm, shared = shared_warm + again, shared + hits
-            shared_cold += self.generate([other], 16)[0]
-        self.add("prefix cache cold and warm, the same prompt", compare(cold, warm), cached=cached)
-        self.add("prefix cache cold and warm, a shared prefix", compare(shared_cold, shared_warm), cached=shared)
-
-    def turns(self) -> None:
-        draw = random.Random(3)
-        warm, cold, generated = [], [], 0
-        for prompt in prompts(11, 8, 200, 3000, self.vocabulary):
-            answer, _ = self.generate([prompt], 150)
-            turn = [*prompt, *(token for token, _ in answer[0]), *(draw.randrange(2, self.vocabulary) for _ in range(40))]
-            again, hits = self.generate([turn], 16, reset=False)
-            generated += max(hits - len(prompt), 0)
-            warm += again
-            cold += self.generate([turn], 16)[0]
-        self.add("a second turn over generated text, cold and warm", compare(cold, warm), cached_generated=generated)
-
-    def preemption(self) -> None:
-        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        batch = prompts(4, 16, 200, 6000, self.vocabulary)
-        one = self.alone(batch, 128)
-        counted = scheduler._preempt_request = Mock(wraps=scheduler._preempt_request)
-        together, _ = self.generate(batch, 128)
-        self.add("preempted and recomputed, against alone", compare(one, together), preemptions=counted.call_count)
-
-    def cache_off(self) -> None:
-        batch = prompts(9, 4, 1000, 2000, self.vocabulary)
-        self.generate(batch, 4)
-        _, hits = self.generate(batch, 4, reset=False)
-        empty = {"pairs": sum(map(len, batch)), "mismatches": hits, "requests": 4, "requests_hit": int(hits > 0), "max_difference": 0.0}
-        self.add("prefix caching off in the engine's process: tokens cached", empty)
-
-    def throughput(self) -> None:
-        """Tokens a second of STEADY_STEPS steps in which all requests decode, and seconds until all prompts have been read."""
-        cells = self.data["throughput"] = {}
-        for context in (4096, 32768):
-            for size in (1, 32):
-                cells[f"{context} x {size}"] = self._steady(context, size)
-                self.save("partial")
-
-    def _steady(self, context: int, size: int) -> dict[str, float]:
-        import torch
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self.llm.llm_engine
-        self.llm.reset_prefix_cache()
-        sampling = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
-        names = [f"{context}_{size}_{i}" for i in range(size)]
-        for name, prompt in zip(names, prompts(50 + size, size, context, context, self.vocabulary), strict=True):
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        begun, decoding, read, warm = time.perf_counter(), set(), 0.0, 0
-        while warm < 10:
-            decoding |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
-            if len(decoding) == size:
-                read = read or time.perf_counter() - begun
-                warm += 1
-        torch.cuda.synchronize()
-        begun, count = time.perf_counter(), 0
-        for _ in range(STEADY_STEPS):
-            count += sum(len(output.outputs[0].token_ids) for output in engine.step())
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begun
-        engine.abort_request(sorted(decoding | set(names)))
-        for _ in range(STEADY_STEPS):
-            if engine.has_unfinished_requests():
-                engine.step()
-        return {"tokens_per_second": round(count / seconds, 1), "ms_per_step": round(1e3 * seconds / STEADY_STEPS, 3), "prefill_seconds": round(read, 2)}
-
-
-def _force_caching() -> None:
-    """For a control: prefix caching back on after vLLM has turned it off, before its scheduler reads it."""
-    from vllm.v1.engine.core import EngineCore
-
-    initialize = EngineCore._initialize_kv_caches
-
-    def forced(self: Any, vllm_config: Any) -> Any:
-        vllm_config.cache_config.enable_prefix_caching = True
-        return initialize(self, vllm_config)
-
-    EngineCore._initialize_kv_caches = forced
-
-
-def child(name: str, folder: Path, model: str, tensor_parallel: int, checkpoint: bool, throughput: bool) -> None:
-    """What the process of an engine does."""
-    engine = next(engine for engine in ENGINES if engine.name == name)
-    run = Run(engine, folder, model, tensor_parallel, checkpoint)
-    for phase in engine.phases:
-        getattr(run, phase)()
-    if throughput:
-        run.save("compared")
-        while not (folder / f"{name}.go").exists():
-            time.sleep(0.2)
-        run.throughput()
-    run.save("done")
-    os._exit(0)  # an engine's threads are not waited for
-
-
-# ---- all engines
-
-
-def make_model(folder: Path, v3_shape: bool) -> None:
-    """A DeepSeek-V3-like model with seeded Gaussian weights; `v3_shape` has the real a-projection, 2112 x 7168, on two dense layers."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, q_rank, layers, dense, experts = (7168, 1536, 2, 2, 16) if v3_shape else (1024, 512, 4, 2, 16)
-    heads, rank, rope, nope, value, vocabulary, expert = 16, 512, 64, 128, 128, 8192, 512
-    config = {
-        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "hidden_size": hidden,
-        "intermediate_size": 2048, "moe_intermediate_size": expert, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "n_shared_experts": 1, "n_routed_experts": experts, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1,
-        "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 1.0, "first_k_dense_replace": dense,
-        "moe_layer_freq": 1, "kv_lora_rank": rank, "q_lora_rank": q_rank, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value,
-        "vocab_size": vocabulary, "max_position_embeddings": 65536, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "tie_word_embeddings": False, "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02, "use_cache": True,
-    }
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device=device).manual_seed(1234)
-    weights: dict[str, Any] = {}
-
-    def linear(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
-        weights[f"{name}.weight"] = (torch.randn(rows, columns, generator=generator, device=device) * (gain / columns**0.5)).bfloat16().cpu()
-
-    def norm(name: str, size: int) -> None:
-        weights[f"{name}.weight"] = (1 + 0.1 * torch.randn(size, generator=generator, device=device)).bfloat16().cpu()
-
-    def mlp(name: str, inner: int) -> None:
-        for part, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-            linear(f"{name}.{part}", rows, columns)
-
-    weights["model.embed_tokens.weight"] = torch.randn(vocabulary, hidden, generator=generator, device=device).bfloat16().cpu()
-    for layer in (f"model.layers.{i}" for i in range(layers)):
-        for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden)):
-            norm(f"{layer}.{name}", size)
-        own = f"{layer}.self_attn"
-        linear(f"{own}.q_a_proj", q_rank, hidden)
-        norm(f"{own}.q_a_layernorm", q_rank)
-        linear(f"{own}.q_b_proj", heads * (nope + rope), q_rank, 1.5)
-        linear(f"{own}.kv_a_proj_with_mqa", rank + rope, hidden)
-        norm(f"{own}.kv_a_layernorm", rank)
-        linear(f"{own}.kv_b_proj", heads * (nope + value), rank, 1.5)
-        linear(f"{own}.o_proj", hidden, heads * value, 2.0)
-        if int(layer.rpartition(".")[2]) < dense:
-            mlp(f"{layer}.mlp", 2048)
-            continue
-        linear(f"{layer}.mlp.gate", experts, hidden)
-        weights[f"{layer}.mlp.gate.e_score_correction_bias"] = torch.zeros(experts)
-        for i in range(experts):
-            mlp(f"{layer}.mlp.experts.{i}", expert)
-        mlp(f"{layer}.mlp.shared_experts", expert)
-    norm("model.norm", hidden)
-    linear("lm_head", vocabulary, hidden, 3.0)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def environment(engine: Engine, folder: Path) -> dict[str, str]:
@@ -383,7 +68,7 @@ def run_engines(engines: Sequence[Engine], folder: Path, args: argparse.Namespac
                     time.sleep(0.2)
         for process in processes.values():
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # with the workers that it started
             process.wait()
     return {engine.name: _read(folder, engine.name) for engine in engines}
 
@@ -393,13 +78,17 @@ def _start(engine: Engine, folder: Path, args: argparse.Namespace) -> subprocess
     command = [sys.executable, "-m", "determinism.vllm", "--child", engine.name, "--folder", str(folder), "--model", model, "--tp", str(args.tp)]
     command += ["--checkpoint"] if args.model else []
     command += ["--no-throughput"] if args.no_throughput or not engine.throughput else []
+    command += ["--no-compare"] if args.no_compare else []
     with (folder / f"{engine.name}.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(engine, folder), stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, cwd=ROOT, env=environment(engine, folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
     path = folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+UNFINISHED = {"row": "did not finish: its log tells why", "pairs": 0, "mismatches": 0, "requests": 0, "requests_hit": 0, "max_difference": 0.0, "needs": {}}
 
 
 def rows_of(engines: Sequence[Engine], left: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -410,12 +99,11 @@ def rows_of(engines: Sequence[Engine], left: Mapping[str, Mapping[str, Any]]) ->
             as_wanted = (row["mismatches"] == 0) == (engine.kind == OURS)
             yield {**row, "passed": bool(as_wanted and row["pairs"] and all(row["needs"].values()))}
         if data.get("state") != "done":
-            yield {"engine": engine.name, "kind": engine.kind, "row": "did not finish: its log tells why", "pairs": 0, "mismatches": 0, "requests": 0,
-                   "requests_hit": 0, "max_difference": 0.0, "needs": {}, "passed": False}
+            yield {"engine": engine.name, "kind": engine.kind, **UNFINISHED, "passed": False}
     graphs, none = (left.get(name, {}).get("results", {}).get("long") for name in ("ours", "ours_no_graphs"))
     if graphs and none:
         row = compare(graphs, none)
-        yield {"engine": "ours", "kind": OURS, "row": "CUDA graphs on and off", **row, "needs": {}, "passed": row["mismatches"] == 0}
+        yield {"engine": "ours_no_graphs", "kind": OURS, "row": "CUDA graphs on and off", **row, "needs": {}, "passed": row["mismatches"] == 0}
 
 
 def aims_of(left: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -423,9 +111,8 @@ def aims_of(left: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     def cell(name: str, key: str, what: str) -> float | None:
         return left.get(name, {}).get("throughput", {}).get(key, {}).get(what)
 
-    aims = []
-    for key, wanted in (("32768 x 1", 430.0), ("32768 x 32", 8200.0)):
-        aims.append((f"{key}: tokens/s at least {wanted}", cell("ours", key, "tokens_per_second"), wanted, 1))
+    aims = [(f"{key}: tokens/s at least {wanted}", cell("ours", key, "tokens_per_second"), wanted, 1)
+            for key, wanted in (("32768 x 1", 430.0), ("32768 x 32", 8200.0))]
     for key in ("4096 x 1", "4096 x 32"):
         best = max((cell(name, key, "tokens_per_second") or 0 for name in ("triton_mla", "triton_mla_flag_off", "flash_attn_mla")), default=0)
         aims.append((f"{key}: tokens/s at most 3 % behind the best other", cell("ours", key, "tokens_per_second"), 0.97 * best, 1))
@@ -455,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m determinism.vllm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="", help=f"comma-separated, of {', '.join(engine.name for engine in ENGINES)}")
-    parser.add_argument("--no-throughput", action="store_true")
+    parser.add_argument("--no-throughput", action="store_true", help="compare only")
+    parser.add_argument("--no-compare", action="store_true", help="measure throughput only, of the engines that it is measured of")
     parser.add_argument("--model", default=os.environ.get("VLLM_TEST_MODEL", ""), help="a checkpoint's folder (default: VLLM_TEST_MODEL, else the small model)")
     parser.add_argument("--tp", type=int, default=int(os.environ.get("VLLM_TP_SIZE", "1")), help="tensor-parallel size (default: VLLM_TP_SIZE, else 1)")
     parser.add_argument("--limit", type=float, default=460, help="seconds after which what still runs is ended")
@@ -465,10 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        child(args.child, args.folder, args.model, args.tp, args.checkpoint, not args.no_throughput)
+        child(args.child, args.folder, args.model, args.tp, args.checkpoint, not args.no_compare, not args.no_throughput)
     wanted = args.engines.split(",") if args.engines else [engine.name for engine in ENGINES if not (args.model and engine.model != "small")]
-    engines = [engine for engine in ENGINES if engine.name in wanted]
-    if unknown := set(wanted) - {engine.name for engine in engines}:
+    engines = [engine for engine in ENGINES if engine.name in wanted and (engine.throughput or not args.no_compare)]
+    if unknown := set(wanted) - {engine.name for engine in ENGINES}:
         parser.error(f"--engines {', '.join(sorted(unknown))}: allowed are {', '.join(engine.name for engine in ENGINES)}")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="determinism_vllm_"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -477,25 +165,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_model(folder / model, v3_shape=model == "v3_shape")
     print(f"{len(engines)} engines, logs in {folder}", flush=True)
     left = run_engines(engines, folder, args)
-    rows, aims = list(rows_of(engines, left)), aims_of(left)
-    show(rows, left, aims)
+    rows = list(rows_of(engines, left))
+    record = _merged(args.out, rows, left, {engine.name for engine in engines if not args.no_compare})
+    show(rows, left, record["aims"])
     passed = all(row["passed"] for row in rows)
-    _record(args.out, rows, left, aims, passed)
+    print(f"\n{'passed' if passed else 'FAILED'}")
     return 0 if passed else 1
 
 
-def _record(folder: Path, rows: Sequence[Any], left: Mapping[str, Mapping[str, Any]], aims: Sequence[Any], passed: bool) -> None:
-    from triton_mla.fingerprint import source_digest, source_files
-
+def _merged(folder: Path, rows: Sequence[Any], left: Mapping[str, Mapping[str, Any]], compared: Collection[str]) -> dict[str, Any]:
+    """Writes the day's record. One of the same sources keeps what this run did not do: rows of engines not compared, throughput not measured."""
     started = [data for data in left.values() if data.get("info")]
     day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     gpu = started[0]["info"]["gpu"].lower().replace(" ", "_") if started else "none"
-    engines = {name: {key: data.get(key) for key in ("info", "seconds_to_start", "throughput")} for name, data in left.items()}
-    record = {"created": day, "passed": passed, "source_digest": source_digest(), "sources": source_files(), "rows": rows, "engines": engines, "aims": aims}
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{gpu}_{day}.json"
+    digest = source_digest()
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    old = old if old.get("source_digest") == digest else {}
+    engines = {name: dict(data) for name, data in old.get("engines", {}).items()}
+    for name, data in left.items():
+        engines.setdefault(name, {}).update({key: data[key] for key in ("info", "seconds_to_start", "throughput") if data.get(key)})
+    rows = [row for row in old.get("rows", []) if row["engine"] not in compared] + list(rows)
+    record = {"created": day, "passed": all(row["passed"] for row in rows), "source_digest": digest, "sources": source_files(), "rows": rows,
+              "engines": engines, "aims": aims_of(engines)}
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{'passed' if passed else 'FAILED'}; wrote {path.name}")
+    print(f"wrote {path.name}")
+    return record
 
 
 if __name__ == "__main__":
