@@ -96,7 +96,7 @@ def wrap_engine(before_workers: Callable[[Any], None], after_device: Callable[[A
     ``after_device(vllm_config, model_runner)`` in each worker between the making of its model runner and the loading of the model."""
     executor = importlib.import_module("vllm.v1.executor.abstract").Executor
     wrapper = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
-    _wrap(executor, "__init__", before=lambda _, vllm_config: before_workers(vllm_config))
+    _wrap(executor, "__init__", before=lambda _, vllm_config, *args, **kwargs: before_workers(vllm_config))
     _wrap(wrapper, "init_device", after=lambda self: after_device(self.vllm_config, getattr(self.worker, "model_runner", None)))
 
 

@@ -106,5 +106,5 @@ def _one_kernel_for_all_batches(models: list[torch.nn.Module]) -> None:
     for projection in changed:
         adapter.take_one_kernel(projection)
     if changed:
-        logger.warning("the min-latency kernel of %d fused a-projections is switched off: it serves up to 16 tokens only, so bits would follow the batch",
-                       len(changed))
+        logger.info("the min-latency kernel of %d fused a-projections is switched off: it serves up to 16 tokens only, so bits would follow the batch",
+                    len(changed))
