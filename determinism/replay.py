@@ -27,6 +27,7 @@ class _Batch:
         def step() -> torch.Tensor:
             return model(self.tokens, self.positions, plan, caches, rows)
 
+        self._step = step  # holds tensors that the graph reads
         self.run = _captured(step) if device.type == "cuda" else step
 
 
