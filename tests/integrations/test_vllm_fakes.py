@@ -164,7 +164,9 @@ class Projection(torch.nn.Module):
 class RunnerV1:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config, self.drafter = vllm_config, SimpleNamespace(model=torch.nn.Sequential(Projection()))
-        self.input_batch = SimpleNamespace(num_reqs=0, num_prompt_tokens=np.zeros(8, np.int32), num_computed_tokens_cpu=np.zeros(8, np.int32))
+        prompts = torch.zeros(8, dtype=torch.int32)
+        self.input_batch = SimpleNamespace(num_reqs=0, num_prompt_tokens_cpu_tensor=prompts, num_prompt_tokens=prompts.numpy(),
+                                           num_computed_tokens_cpu=np.zeros(8, np.int32))
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         self.model = torch.nn.Sequential(torch.nn.Identity(), Projection())

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from triton_mla.dims import MLADims
@@ -230,13 +229,14 @@ def runner_of(vllm_config: Any) -> Any:
     raise RuntimeError("this engine's model runner is not known: triton_mla.integrations.vllm.register() must have run before the worker's init_device")
 
 
-def prompt_lens(runner: Any, common: Any) -> np.ndarray[Any, Any]:
-    """[num_reqs] tokens of each row's original prompt; rows of padding may have any value."""
+def prompt_lens(runner: Any, common: Any) -> torch.Tensor:
+    """[num_reqs] tokens of each row's original prompt, on the host; rows of padding may have any value."""
     if not hasattr(runner, "req_states"):
-        return np.asarray(runner.input_batch.num_prompt_tokens[: common.num_reqs])
-    lens = np.zeros(common.num_reqs, dtype=np.int64)
+        tensor: torch.Tensor = runner.input_batch.num_prompt_tokens_cpu_tensor
+        return tensor[: common.num_reqs]
+    lens = torch.zeros(common.num_reqs, dtype=torch.int32)
     if common.req_idx is not None:
-        lens[: len(common.req_idx)] = runner.req_states.prompt_len.np[common.req_idx]
+        lens[: len(common.req_idx)] = torch.from_numpy(runner.req_states.prompt_len.np[common.req_idx])
     return lens
 
 

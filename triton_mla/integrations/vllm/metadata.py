@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from triton_mla.paths import ABSORBED, MHA
@@ -68,7 +67,7 @@ class StepBuilder:
         common = common_attn_metadata
         if self.runner is None:
             return self._step(common, _first_long(common, self.reorder_batch_threshold))
-        prompts = np.asarray(adapter.prompt_lens(self.runner, common)).astype(np.int64)
+        prompts = adapter.prompt_lens(self.runner, common)
         if common.seq_lens_cpu_upper_bound is None:
             raise RuntimeError("vLLM's metadata has no seq_lens_cpu_upper_bound: which tokens are a prompt's cannot be told without waiting for the device")
         return self._step(common, _first_prompt(common, prompts, self.reorder_batch_threshold), prompts)
@@ -86,7 +85,7 @@ class StepBuilder:
     def update_draft_decode_metadata(self, metadata: StepMetadata) -> None:
         """Nothing to do: a step's tensors are the engine's own."""
 
-    def _step(self, common: Any, first: int | None, prompts: np.ndarray[Any, Any] | None = None) -> StepMetadata:
+    def _step(self, common: Any, first: int | None, prompts: torch.Tensor | None = None) -> StepMetadata:
         """Rows of requests before `first` are generated tokens, in order and at the front of the batch; None: all are. Those from `first` on are
         divided by the lengths of original prompts; without these they take the absorbed form."""
         requests, tokens = common.num_reqs, common.num_actual_tokens
@@ -95,44 +94,49 @@ class StepBuilder:
             # No tensor is made here: a graph reads the engine's own, which the next steps fill.
             rows = Rows(slice(0, tokens), table, starts, lens, common.max_query_len == 1 and tokens == requests)
             return StepMetadata(tokens, 0, (Part(ABSORBED, rows),), tokens, common.slot_mapping)
-        host_starts = common.query_start_loc_cpu.numpy()[: requests + 1]
-        done = int(host_starts[first])
+        query_lens = _query_lens(common)
+        done = int(common.query_start_loc_cpu[first])
         parts = []
         if first:
-            one_each = bool((np.diff(host_starts[: first + 1]) == 1).all())
+            one_each = bool((query_lens[:first] == 1).all())
             parts.append(Part(ABSORBED, Rows(slice(0, done), table[:first], starts[: first + 1], lens[:first], one_each)))
         if prompts is None:
             rows = Rows(slice(done, tokens), table[first:], starts[first:] - starts[first], lens[first:], False)
             parts.append(Part(ABSORBED, rows))
             return StepMetadata(tokens, requests - first, tuple(parts), tokens, common.slot_mapping)
-        query_lens = np.diff(host_starts)[first:]
-        host_lens = common.seq_lens_cpu_upper_bound.numpy()[first:requests].astype(np.int64)
+        query_lens, host_lens, prompts = query_lens[first:], common.seq_lens_cpu_upper_bound[first:requests], prompts[first:]
         plan = StepPlan.from_lengths(
             query_lens.tolist(), host_lens.tolist(), table[first:], common.slot_mapping[done:tokens], page_size=self.kv_cache_spec.block_size,
-            paths=self.decision.paths, prompt_lens=prompts[first:].tolist(),
+            paths=self.decision.paths, prompt_lens=prompts.tolist(),
         )
         if plan.mha is not None:
             parts.append(Part(MHA, _shifted(plan.mha, done)))
         if plan.absorbed is not None:
             # the host's lengths of generated rows are upper bounds while drafts are verified asynchronously
-            of = np.flatnonzero((query_lens > 0) & ((host_lens > prompts[first:]) | (host_lens == 0))) + first
+            of = ((query_lens > 0) & ((host_lens > prompts) | (host_lens == 0))).nonzero().flatten() + first
             parts.append(Part(ABSORBED, dataclasses.replace(_shifted(plan.absorbed, done), seq_lens=_gathered(lens, of))))
-        return StepMetadata(tokens, requests - first, tuple(parts), int(host_starts[-1]), common.slot_mapping)
+        return StepMetadata(tokens, requests - first, tuple(parts), int(common.query_start_loc_cpu[requests]), common.slot_mapping)
+
+
+def _query_lens(common: Any) -> torch.Tensor:
+    """[num_reqs] on the host."""
+    return torch.diff(common.query_start_loc_cpu[: common.num_reqs + 1])
 
 
 def _first_long(common: Any, threshold: int) -> int | None:
     """The first request that brings more tokens than a decode."""
-    if common.max_query_len <= threshold:
-        return None
-    return int(np.argmax(np.diff(common.query_start_loc_cpu.numpy()[: common.num_reqs + 1]) > threshold))
+    return None if common.max_query_len <= threshold else _first(_query_lens(common) > threshold)
 
 
-def _first_prompt(common: Any, prompts: np.ndarray[Any, Any], threshold: int) -> int | None:
+def _first_prompt(common: Any, prompts: torch.Tensor, threshold: int) -> int | None:
     """The first request that brings a token of its original prompt, or more tokens than a decode."""
-    query_lens = np.diff(common.query_start_loc_cpu.numpy()[: common.num_reqs + 1])
-    begins = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs] - query_lens
-    found = (query_lens > threshold) | ((query_lens > 0) & (begins < prompts))
-    return int(np.argmax(found)) if found.any() else None
+    query_lens = _query_lens(common)
+    begins = common.seq_lens_cpu_upper_bound[: common.num_reqs] - query_lens
+    return _first((query_lens > threshold) | ((query_lens > 0) & (begins < prompts)))
+
+
+def _first(found: torch.Tensor) -> int | None:
+    return int(found.to(torch.uint8).argmax()) if bool(found.any()) else None
 
 
 def _shifted(rows: Rows, by: int) -> Rows:
@@ -140,11 +144,10 @@ def _shifted(rows: Rows, by: int) -> Rows:
     return dataclasses.replace(rows, tokens=slice(tokens.start + by, tokens.stop + by) if isinstance(tokens, slice) else tokens + by)
 
 
-def _gathered(lens: torch.Tensor, requests: np.ndarray[Any, Any]) -> torch.Tensor:
+def _gathered(lens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
     first, last = int(requests[0]), int(requests[-1])
     if last - first + 1 == len(requests):
         return lens[first : last + 1]
-    index = torch.from_numpy(requests)
     if lens.is_cuda:  # from pageable memory the copy would wait for the stream
-        index = index.pin_memory().to(lens.device, non_blocking=True)
-    return lens.index_select(0, index)
+        requests = requests.pin_memory().to(lens.device, non_blocking=True)
+    return lens.index_select(0, requests)
