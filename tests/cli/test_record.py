@@ -87,7 +87,7 @@ def gpu_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return arrange
 
 
-def test_write_and_check(tmp_path: Path, with_model: None, gpu_run: Any) -> None:
+def test_write_and_check(tmp_path: Path, gpu_run: Any) -> None:
     gpu_run(report(), {"passed": 40, "failed": 0, "skipped": 1})
     assert record.main(["--write", "--tests", "--folder", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "nvidia_test_gpu_2030-01-02.json").read_text(encoding="utf-8"))
