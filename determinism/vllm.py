@@ -74,6 +74,8 @@ def run_engines(engines: Sequence[Engine], folder: Path, args: argparse.Namespac
 
 
 def _start(engine: Engine, folder: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
+    for left in (folder / f"{engine.name}.json", folder / f"{engine.name}.go"):
+        left.unlink(missing_ok=True)  # of an earlier run in this folder
     model = args.model or str(folder / engine.model)
     command = [sys.executable, "-m", "determinism.vllm", "--child", engine.name, "--folder", str(folder), "--model", model, "--tp", str(args.tp)]
     command += ["--checkpoint"] if args.model else []
