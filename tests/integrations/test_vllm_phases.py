@@ -7,7 +7,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from determinism import vllm_engine
 from determinism.vllm_engine import ENGINES, Engine, Run
 
 
