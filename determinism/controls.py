@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from determinism.compare import Comparison, compare
-from determinism.engine import Policy
-from determinism.models import COMPANION, Build, Model, deepseek_v3, replaced, small, with_attention
-from determinism.scenarios import Bench, make_requests
+from determinism.engine import Policy, Request
+from determinism.models import COMPANION, MODELS, Build, Model, config_for, deepseek_v3, replaced, small, with_attention
+from determinism.scenarios import FORMS, Bench, Body, make_requests
 from triton_mla.absorb import absorb_query, project_values, split_kv_b
 from triton_mla.attention import merge_attn_states, mla_decode
 from triton_mla.module import MLAAttention
@@ -26,7 +26,7 @@ class Control:
 
     name: str
     form: str
-    body: Callable[[Bench], Iterator[Comparison]]
+    body: Body
     models: tuple[str, ...] = ("small", "deepseek_v3")
     gpu: bool = False
 
@@ -91,24 +91,42 @@ class MergedChunks(MLAAttention):
         project_values(latent, w_uv, out=out)
 
 
-def _in_company(bench: Bench, make: Callable[[PathRule], Model]) -> Iterator[Comparison]:
-    """Another model on the longest request, alone and beside a stranger that is twice as long."""
-    model, sizes = make(bench.model.attention[0].paths), bench.sizes
-    longest = max(bench.first_turns, key=lambda request: len(request.prompt))
-    watched = replace(longest, new_tokens=2)
-    strangers = make_requests(replace(sizes, lengths=(2 * len(watched.prompt),), turns=(), new_tokens=2), model.vocab_size, seed=1, name="stranger")
-    alone = bench.engine(Policy(), model).run([watched])
-    yield compare(bench.engine(Policy(max_batch=2), model).run([*strangers, watched]), alone)
+def _alone_and_batched(bench: Bench, model: Model, watched: Sequence[Request], others: Sequence[Request]) -> Comparison:
+    """Requests one by one against the same ones in a batch with others, both by a model that may be wrong."""
+    alone = bench.engine(Policy(), model).run(watched)
+    return compare(bench.engine(Policy(max_batch=len(watched) + len(others)), model).run([*others, *watched]), alone)
 
 
-def other_model(build: Build) -> Callable[[Bench], Iterator[Comparison]]:
-    """The control that a model shows which `build` makes."""
-    return lambda bench: _in_company(bench, build)
+def _pair(bench: Bench, build: Build, watched: int, other: int) -> Iterator[Comparison]:
+    """A request of `watched` tokens alone and beside one of `other` tokens."""
+    model = build(FORMS[bench.form])
+    pair = make_requests(replace(bench.sizes, lengths=(watched, other), turns=(), new_tokens=3), model.vocab_size)
+    yield _alone_and_batched(bench, model, pair[:1], pair[1:])
 
 
-def other_attention(kind: type[MLAAttention]) -> Callable[[Bench], Iterator[Comparison]]:
-    """The control that the model shows with other attention."""
-    return lambda bench: _in_company(bench, lambda paths: with_attention(bench.build(paths), kind))
+def other_products(build: Build) -> Body:
+    """The control of a model with other products: a few requests alone, and all at once."""
+    return lambda bench: iter([_alone_and_batched(bench, build(FORMS[bench.form]), bench.first_turns[:8], bench.first_turns[8:])])
+
+
+def products_split_by_rows(build: Build) -> Body:
+    """The control of a model whose products follow the number of rows, as `_split_by_rows` does."""
+    return lambda bench: _pair(bench, build, 3, 3)
+
+
+def longest_splits(build: Build) -> Body:
+    """The control of `LongestSplits`. A cut leaves a trace where more than one tile lies behind it."""
+
+    def body(bench: Bench) -> Iterator[Comparison]:
+        watched = max(3 * bench.sizes.page_size + 2, *bench.sizes.lengths)
+        return _pair(bench, lambda paths: with_attention(build(paths), LongestSplits), watched, watched + bench.sizes.page_size)
+
+    return body
+
+
+def merged_chunks(build: Build) -> Body:
+    """The control of `MergedChunks`."""
+    return lambda bench: _pair(bench, lambda paths: with_attention(build(paths), MergedChunks), bench.sizes.page_size + 2, 3)
 
 
 def generated_in_prefix_cache(bench: Bench) -> Iterator[Comparison]:
@@ -128,11 +146,16 @@ def recomputed_as_prompt(bench: Bench) -> Iterator[Comparison]:
 def controls(model: str, device: torch.device) -> tuple[Control, ...]:
     """All controls of a model that `MODELS` names."""
     off = {"small": lambda: small(device, ops=TORCH), "deepseek_v3": lambda: deepseek_v3(device, invariant=False)}[model]
+    shallow = replace(config_for(device), layers=1)
+
+    def one_layer(paths: PathRule) -> Model:
+        return MODELS[model](device, config=shallow)(paths)
+
     return (
-        Control("invariant mode off", ABSORBED, lambda bench: other_model(off())(bench), gpu=True),
-        Control("products split by the number of rows", MHA, other_model(small(device, ops=SPLIT_BY_ROWS)), models=("small",)),
-        Control("splits from the longest request", ABSORBED, other_attention(LongestSplits)),
-        Control("chunks of capacity // batch size", ABSORBED, other_attention(MergedChunks)),
+        Control("invariant mode off", ABSORBED, other_products(lambda paths: off()(paths)), gpu=True),
+        Control("products split by the number of rows", MHA, products_split_by_rows(small(device, ops=SPLIT_BY_ROWS)), models=("small",)),
+        Control("splits from the longest request", ABSORBED, longest_splits(one_layer)),
+        Control("chunks of capacity // batch size", ABSORBED, merged_chunks(one_layer)),
         Control("generated tokens in the prefix cache of mha prompts", MHA, generated_in_prefix_cache),
         Control("recomputed tokens routed as prompt", MHA, recomputed_as_prompt),
     )

@@ -185,9 +185,9 @@ def config_for(device: torch.device) -> SmallConfig:
     return TINY if device.type == "cpu" else SMALL
 
 
-def small(device: torch.device, *, ops: Any = COMPANION) -> Build:
-    """Makes `SmallModel`s."""
-    return lambda paths: SmallModel(config_for(device), paths, device, ops=ops)
+def small(device: torch.device, *, config: SmallConfig | None = None, ops: Any = COMPANION) -> Build:
+    """Makes `SmallModel`s, by default of the device's sizes."""
+    return lambda paths: SmallModel(config or config_for(device), paths, device, ops=ops)
 
 
 def replaced(**operations: Any) -> SimpleNamespace:
@@ -195,8 +195,8 @@ def replaced(**operations: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(COMPANION), **operations})
 
 
-def deepseek_v3(device: torch.device, *, invariant: bool = True) -> Build:
-    """Makes transformers' ``DeepseekV3ForCausalLM`` with random weights and the sizes of the small model.
+def deepseek_v3(device: torch.device, *, config: SmallConfig | None = None, invariant: bool = True) -> Build:
+    """Makes transformers' ``DeepseekV3ForCausalLM`` with random weights and the sizes of a small model.
 
     Raises ValueError: transformers is not installed.
     """
@@ -206,7 +206,7 @@ def deepseek_v3(device: torch.device, *, invariant: bool = True) -> Build:
         raise ValueError(f"model=deepseek_v3 needs transformers 5 (pip install 'triton_mla[transformers]'): {error}") from None
     from triton_mla.integrations.transformers import load
 
-    config = config_for(device)
+    config = config or config_for(device)
     dims = config.dims
     torch.manual_seed(0)
     weights = DeepseekV3ForCausalLM(DeepseekV3Config(

@@ -43,16 +43,18 @@ class Plan:
         return found | {(control.name, control.form): control for control in controls(self.model, self.device) if self.model in control.models}
 
     def items(self, names: Sequence[str] | None) -> list[tuple[str, str]]:
-        """(name, form) of what is to be run; None takes everything.
+        """(name, form) of what is to be run; None takes everything, and names without a control among them take all controls.
 
         Raises ValueError: nothing has such a name.
         """
-        found = list(self.all_items())
+        found = self.all_items()
         known = dict.fromkeys(name for name, _ in found)
         for name in names or ():
             if name not in known:
                 raise ValueError(f"scenarios={name!r} must be one of: {', '.join(known)}")
-        return [item for item in found if names is None or item[0] in names]
+        asked = set(known if names is None else names)
+        controls = {name for (name, _), item in found.items() if isinstance(item, Control)}
+        return [item for item in found if item[0] in (asked if asked & controls else asked | controls)]
 
 
 @lru_cache(maxsize=2)

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     parser.add_argument("--model", default="small", help="small (default) or deepseek_v3")
-    parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="scenarios, and controls, to run (default: all)")
+    parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="scenarios to run (default: all); controls too, if some are named, else all of them")
     parser.add_argument("--device", type=_device, default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes: 2 (default) gives each form of prompts its own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the evidence to FILE")

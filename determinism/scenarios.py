@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -145,22 +146,20 @@ def chunk_budgets(bench: Bench) -> Iterator[Comparison]:
         yield bench.compare(Policy(max_batch=bench.sizes.batches[-1], budgets=budgets, shuffled=True, seed=3))
 
 
-def _cold_and_warm(bench: Bench, policy: Policy) -> Iterator[Comparison]:
-    engine = bench.engine(policy)
+def _cold_and_warm(bench: Bench, kept: Literal["prompts", "all"]) -> Iterator[Comparison]:
+    engine = bench.engine(Policy(max_batch=bench.sizes.batches[-1], prefix_cache=kept, num_pages=_pages(bench, 2), shuffled=True, seed=4))
     for _ in range(2):
         yield compare(engine.run(bench.requests), bench.reference)
 
 
 def prefix_cache(bench: Bench) -> Iterator[Comparison]:
     """A prefix cache that is empty, then full; it holds generated tokens too, which second turns find."""
-    batch = max(2, bench.sizes.batches[-1] // 2)
-    yield from _cold_and_warm(bench, Policy(max_batch=batch, prefix_cache="all", num_pages=_pages(bench, 2), shuffled=True, seed=4))
+    yield from _cold_and_warm(bench, "all")
 
 
 def prompt_cache(bench: Bench) -> Iterator[Comparison]:
     """The same with a cache that holds and serves nothing but whole blocks of prompts."""
-    batch = max(2, bench.sizes.batches[-1] // 2)
-    yield from _cold_and_warm(bench, Policy(max_batch=batch, prefix_cache="prompts", num_pages=_pages(bench, 2), shuffled=True, seed=4))
+    yield from _cold_and_warm(bench, "prompts")
 
 
 def _pages(bench: Bench, copies: float) -> int:
@@ -190,7 +189,7 @@ def needle(bench: Bench) -> Iterator[Comparison]:
         lengths = tuple(chance.sample(sizes.lengths, k=min(len(sizes.lengths), 2 + chance.randrange(len(sizes.lengths)))))
         others = make_requests(dataclasses.replace(sizes, lengths=lengths, turns=()), bench.model.vocab_size, seed=100 + crowd, name=f"stranger {crowd}.")
         others.insert(chance.randrange(len(others) + 1), watched)
-        yield bench.compare(Policy(max_batch=sizes.batches[-1], budgets=sizes.budgets[-1], shuffled=True, seed=100 + crowd), others)
+        yield bench.compare(Policy(max_batch=sizes.batches[-1], shuffled=True, seed=100 + crowd), others)
 
 
 def padded_replays(bench: Bench) -> Iterator[Comparison]:
