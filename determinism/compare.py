@@ -41,7 +41,7 @@ def compare_rows(name: str, positions: torch.Tensor, rows: torch.Tensor, expecte
     wrong = bits.any(1) | rows.isnan().any(1) | ~within
     if not bool(wrong.any()):
         return Comparison(len(rows))
-    delta = (rows - theirs).abs()[within]
+    delta = (rows - theirs).abs()[within].nan_to_num(float("inf"))
     largest = float(delta.max()) if delta.numel() else 0.0
     return Comparison(len(rows), int(wrong.sum()), (name, int(positions[wrong].min())), largest)
 

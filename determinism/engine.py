@@ -278,8 +278,8 @@ class Engine:
         roles = [s.arrived_len if self.policy.by_arrival else s.prompt_len for s in work]
         layout = BatchLayout(list(work.values()), ends, [s.pages for s in work], self.page_size, roles)
         device = self.model.device
-        inputs = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions))
-        return self.model(*inputs, self.model.plan(layout), self.caches, torch.tensor(rows, dtype=torch.int64, device=device))
+        ids, places, wanted = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, rows))
+        return self.model(ids, places, self.model.plan(layout), self.caches, wanted)
 
     def _accept(self, sequence: _Sequence, end: int, first_row: int, logprobs: torch.Tensor, sampled: list[int], run: Run) -> None:
         """Takes over what a step has computed of a sequence up to `end`; logprobs and samples are those from position first_row on."""

@@ -216,8 +216,7 @@ def deepseek_v3(device: torch.device, *, config: SmallConfig | None = None, inva
         kv_lora_rank=dims.kv_lora_rank, q_lora_rank=config.hidden // 2, qk_rope_head_dim=dims.qk_rope_head_dim, v_head_dim=dims.v_head_dim,
         qk_nope_head_dim=dims.qk_nope_head_dim, max_position_embeddings=config.positions, initializer_range=config.hidden**-0.5,
     )).to(device, config.dtype).eval()
-    options = {"order": config.order, "prefill_order": config.prefill_order, "invariant": invariant}
-    return lambda paths: load(weights, paths=paths, **options)
+    return lambda paths: load(weights, paths=paths, order=config.order, prefill_order=config.prefill_order, invariant=invariant)
 
 
 MODELS: dict[str, Callable[..., Build]] = {"small": small, "deepseek_v3": deepseek_v3}

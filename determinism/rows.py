@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -66,9 +67,8 @@ def bench_of(plan: Plan, form: str) -> Bench:
 def run_row(plan: Plan, name: str, form: str) -> Row:
     """Runs a scenario or a control. One that breaks has failed; its row says why."""
     item = plan.all_items()[name, form]
-    kind = "scenario" if isinstance(item, Scenario) else "control"
     if isinstance(item, Control) and item.gpu and plan.device.type == "cpu":
-        return Row(kind, name, form, "skipped", detail="needs a GPU")
+        return Row("control", name, form, "skipped", detail="needs a GPU")
     start = time.perf_counter()
     total, problem = Comparison(), ""
     try:
@@ -79,7 +79,16 @@ def run_row(plan: Plan, name: str, form: str) -> Row:
         problem = _problem(item, parts, total)
     except Exception as error:  # the other rows still run
         problem = f"{type(error).__name__}: {error}"
-    return Row.of(kind, name, form, total, problem, time.perf_counter() - start)
+    return Row.of(_kind(item), name, form, total, problem, time.perf_counter() - start)
+
+
+def lost_row(plan: Plan, name: str, form: str, error: BaseException) -> Row:
+    """The row of a process that ended before it gave one."""
+    return Row(_kind(plan.all_items()[name, form]), name, form, "failed", detail=f"{type(error).__name__}: {error}")
+
+
+def _kind(item: Scenario | Control) -> Literal["scenario", "control"]:
+    return "scenario" if isinstance(item, Scenario) else "control"
 
 
 def _problem(item: Scenario | Control, parts: Sequence[Comparison], total: Comparison) -> str:

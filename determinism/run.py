@@ -25,7 +25,7 @@ from triton import knobs
 
 from determinism.models import config_for
 from determinism.report import Report, Row
-from determinism.rows import Plan, run_row
+from determinism.rows import Plan, lost_row, run_row
 from triton_mla.cli.text import ProgressLine
 from triton_mla.fingerprint import numerics_fingerprint
 from triton_mla.tuning import arch_of
@@ -150,7 +150,8 @@ def _rows(plan: Plan, items: Sequence[tuple[str, str]], jobs: int) -> Iterator[t
         pools = {form: stack.enter_context(ProcessPoolExecutor(1, mp_context=context)) for form in dict.fromkeys(form for _, form in items)}
         futures = {pools[item[1]].submit(run_row, plan, *item): index for index, item in enumerate(items)}
         for future in as_completed(futures):
-            yield futures[future], future.result()
+            index, error = futures[future], future.exception()
+            yield index, future.result() if error is None else lost_row(plan, *items[index], error)
 
 
 if __name__ == "__main__":
