@@ -38,13 +38,15 @@ class Row:
 
 @dataclass
 class Report:
-    """Evidence of one run: `environment` has versions and device, `config` the model's sizes, `fingerprint` all that may change bits."""
+    """Evidence of one run: `environment` has versions and device, `config` the model's sizes, `fingerprint` all that may change bits, `sources` the files."""
 
     model: str
     sizes: str
     environment: dict[str, Any]
     config: dict[str, str]
     fingerprint: dict[str, Any]
+    source_digest: str
+    sources: dict[str, str]
     created: str
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0

@@ -27,7 +27,7 @@ from determinism.models import config_for
 from determinism.report import Report, Row
 from determinism.rows import Plan, lost_row, run_row
 from triton_mla.cli.text import ProgressLine
-from triton_mla.fingerprint import numerics_fingerprint
+from triton_mla.fingerprint import MODEL, numerics_fingerprint, source_digest, source_files
 from triton_mla.tuning import arch_of
 from triton_mla.verification.environment import describe
 from triton_mla.verification.runner import default_device
@@ -125,6 +125,7 @@ def run(
             order=config.order, dtype=config.dtype, arch=arch_of(device), kv_lora_rank=config.dims.kv_lora_rank,
             qk_rope_head_dim=config.dims.qk_rope_head_dim, prefill_order=config.prefill_order,
         ),
+        source_digest=source_digest(MODEL), sources=source_files(MODEL),
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
     rows: dict[int, Row] = {}
