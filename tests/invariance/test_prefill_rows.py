@@ -38,12 +38,12 @@ def test_alone_and_in_any_batch(mha_each):
 
 
 def test_many_requests(mha):
-    """More than one look at the begins of requests finds."""
-    mha, count = mha.with_(num_heads=1), 260
-    requests = [(1 + i % 3, 2 + i % 5) for i in range(count)]
+    """More than one look at the begins of requests finds; most of them bring no token, which the interpreter is quick with."""
+    mha, count, some = mha.with_(num_heads=1), 260, (0, 7, 255, 256, 257, 259)
+    requests = [(1 + i % 3, 2 + i % 5) if i in some else (0, i % 2) for i in range(count)]
     batch = mha.make(requests, [1 + i % 7 for i in range(count)])
     rows = mha.prefill(batch)
-    for i in (0, 255, 256, 257, count - 1):
+    for i in some:
         mha.prefill(mha.make([requests[i]], [1 + i % 7])).assert_same(rows[batch.rows(i)], f"request {i}:")
 
 
