@@ -50,7 +50,7 @@ def _lengths(count: int, longest: int, needle: int) -> tuple[int, ...]:
 
 
 SIZES = {
-    ("cpu", True): Sizes("interpreter, quick", 16, (14, 2, 17), 4, 2, (0,), (3,), ((7,),), 1, 8),
+    ("cpu", True): Sizes("interpreter, quick", 16, (14, 2, 17), 3, 2, (0,), (3,), ((7,),), 1, 8),
     ("cpu", False): Sizes("interpreter", 16, (37, 5, 36, 18, 1, 30, 33, 64), 8, 0, (0, 5), (3, 10), ((1, 7), (7, 16, 23)), 3, 8),
     ("cuda", True): Sizes("gpu, quick", 64, _lengths(64, 160, 1100), 24, 0, tuple(range(8)), (64,), ((64, 100, 257),), 2, 16),
     ("cuda", False): Sizes("gpu", 64, _lengths(128, 600, 2300), 48, 0, tuple(range(16)), (5, 128), ((64, 100, 257), (1000,)), 4, 16),
