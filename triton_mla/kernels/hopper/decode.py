@@ -167,7 +167,7 @@ def hopper_decode_kernel(
     buffers[6].store(gl.full([8, 64], 1.0, DTYPE, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
     bars = ()  # one allocation each: between operations on barriers of a common one stands a bar.sync (66 against 38 in all)
-    for i in gl.static_range(BARRIERS if WITH_LSE else REST0_READY):
+    for _i in gl.static_range(BARRIERS if WITH_LSE else REST0_READY):
         bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
     for i in gl.static_range(BARRIERS if WITH_LSE else REST0_READY):
         mbarrier.init(bars[i], count=2 if i == Q_EMPTY else 1)

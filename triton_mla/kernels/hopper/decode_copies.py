@@ -82,11 +82,10 @@ def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, page_rows, stride_tab
             for t in gl.static_range(2):
                 for w in gl.static_range(2):
                     mbarrier.wait(bars[K_EMPTY + 2 * t + w], phase)
-                    if t == 1 and w == 0:
+                    if t == 1 and w == 0 and first != 0:
                         # only now are the weights of the tile 1 before this one, in the same memory, no longer needed
-                        if first != 0:
-                            mbarrier.expect(bars[ROPE_FULL], 64 * 64 * 2)
-                            tma.async_copy_global_to_shared(qp_desc, [q_token, head, 0], bars[ROPE_FULL], q_rope.index(0))
+                        mbarrier.expect(bars[ROPE_FULL], 64 * 64 * 2)
+                        tma.async_copy_global_to_shared(qp_desc, [q_token, head, 0], bars[ROPE_FULL], q_rope.index(0))
                     for j in gl.static_range(2):
                         copy_keys(kv_desc, k, k_rope, bars, rows, lane, stop - pos, SEG, t, 2 * w + j)
             first = 0
