@@ -34,6 +34,8 @@ def refusal(plan: AttentionPlan, strides: Strides, num_pages: int) -> str | None
             num_heads=plan.num_heads, kv_lora_rank=plan.kv_lora_rank, qk_rope_head_dim=plan.qk_rope_head_dim, dtype=plan.dtype, page_size=plan.page_size,
             order=plan.order):
         return reason
+    if not plan.num_tokens:
+        return "there are no query tokens"
     page, slot = strides.kv_cache
     if any(not 0 < s < 1 << 33 or s % 8 for s in (*strides.q_nope, *strides.q_pe, slot)):
         return f"TMA reads rows at positive multiples of 16 bytes: the strides are {strides.q_nope}, {strides.q_pe} and {slot} elements"
