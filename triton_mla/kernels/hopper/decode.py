@@ -117,6 +117,9 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
         last = over & (stop >= end)
         if last:
             mbarrier.arrive(bars[Q_EMPTY], count=1)
+            turn += 1
+            item = turn * gl.num_programs(0) + place_in_round(turn)
+        next_pos, next_end, next_seen = load_run(WORK, item, gl.where(last, items, 0))  # its latency is hidden behind the softmax
         if gl.minimum(seen, stop) < pos + (64 * W + 64):
             s = mask_scores(s, seen - pos - 64 * W, stop - pos - 64 * W, HEADS)
         if W == 0:
@@ -133,9 +136,7 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
             stop = gl.minimum(stop + kv_split, end)
         if last:
             fresh = 2
-            turn += 1
-            item = turn * gl.num_programs(0) + place_in_round(turn)
-            pos, end, seen = load_run(WORK, item, items)
+            pos, end, seen = next_pos, next_end, next_seen
             stop = gl.minimum(pos + kv_split, end)
     if open_split >= 0:
         if W == 0:
