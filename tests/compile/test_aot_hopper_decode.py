@@ -53,6 +53,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
         out, cache = torch.zeros(T, H, 512, dtype=plan.dtype), torch.zeros(2, plan.page_size, 576, dtype=plan.dtype)
         args = Arguments(q[..., :512], q[..., 512:], cache, ints, ints, ints, out, floats, floats, floats, 0.1)
         for step in hopper_decode.steps(plan, strides_of(plan), plan.max_seq_len, with_lse):
+            assert list(step.constants) == step.kernel.arg_names[-len(step.constants) :]  # as a launch from addresses gives them
             options = {k: v for k, v in step.options.items() if k != "launch_pdl"}
             kernels.append(step.kernel.warmup(*step.arguments(args), grid=(1,), **step.constants, **options, enable_fp_fusion=False))
             step.kernel.device_caches.clear()
