@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import checks
+from . import checks, hopper_decode
 from .launch import LOG2E, Arguments, PreparedAttention, Strides
 from .plan import AttentionPlan, check_dims, check_page_size, plan_attention
 from .tuning import DEFAULT_ORDER, ReductionOrder, arch_of
@@ -164,6 +164,8 @@ def _prepare(given: Given) -> Call:
                              f"plan.workspace_bytes={plan.workspace_bytes}, aligned to 16")
     out_strides = (num_heads * R, R) if given.out is None else given.out.stride()[:2]
     strides = Strides(c.q_nope.stride()[:2], c.q_pe.stride()[:2], c.kv_cache.stride()[:2], c.block_table.stride(0), out_strides)
+    if plan.schedule.form == "hopper" and not hopper_decode.serves(plan, strides, num_pages):
+        plan = plan.portable()
     return Call(PreparedAttention(plan, strides, capacity, given.return_lse), c.scale * LOG2E, device, (num_tokens, num_heads, R), plan.workspace_bytes,
                 R * dtype.itemsize, 4 * plan.partials_size, (given.plan, given.order))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 
 from .calls import device_facts
-from .launch import INTERPRETED, LOG2E, launch
+from .kernels.hopper import available
+from .launch import LOG2E, launch
 from .tuning import PrefillOrder, PrefillSchedule
 
 HEAD = (128, 64, 128)  # nope, rope and value columns
@@ -18,12 +17,6 @@ TILE = 128
 AXIS = 1 << 30
 # Keys from which twice the schedule's bytes of keys and values are worked on together: 2 to 3 % faster there, up to 3 % slower below (H200).
 LONG_KEYS = 4096
-
-
-@lru_cache(maxsize=1)
-def available() -> bool:
-    """Whether the kernels can be compiled here: they are written for the Gluon of triton 3.6, and have no interpreter."""
-    return not INTERPRETED and triton.__version__.startswith("3.6.")
 
 
 def serves(q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, order: PrefillOrder) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -58,7 +59,8 @@ def _hooked() -> bool:
 
 
 class Step(NamedTuple):
-    """One launch of a call. ``pick`` takes the kernel's own out of the call's arguments, in the order of `Arguments`."""
+    """One launch of a call. ``pick`` takes the kernel's own out of the call's arguments, in the order of `Arguments`; the first of them are
+    given to the kernel as what ``describe`` makes of them."""
 
     kernel: Any
     grid: tuple[int, int]
@@ -66,6 +68,13 @@ class Step(NamedTuple):
     integers: tuple[int, ...]
     constants: dict[str, Any]
     options: dict[str, Any]
+    describe: tuple[Callable[[Any], Any], ...] = ()
+
+    def arguments(self, args: Arguments) -> tuple[Any, ...]:
+        """Of the kernel, but for the constants. ``args`` are tensors."""
+        picked = self.pick(args)
+        described = [describe(tensor) for describe, tensor in zip(self.describe, picked, strict=False)]
+        return (*described, *picked[len(described) :], *self.integers)
 
 
 class Arguments(NamedTuple):
@@ -84,14 +93,14 @@ class Arguments(NamedTuple):
     scale_log2: float
 
 
-def _pick(*names: str) -> itemgetter[Any]:
+def pick(*names: str) -> itemgetter[Any]:
     return itemgetter(*(Arguments._fields.index(name) for name in names))
 
 
-_ONE_PASS = _pick("q_nope", "q_pe", "kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "out", "lse", "partials", "scale_log2")
-_SCORES = _pick("q_nope", "q_pe", "kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "scores")
-_VALUES = _pick("kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "scores", "out", "lse", "partials", "scale_log2")
-_COMBINE = _pick("out", "lse", "partials")
+_ONE_PASS = pick("q_nope", "q_pe", "kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "out", "lse", "partials", "scale_log2")
+_SCORES = pick("q_nope", "q_pe", "kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "scores")
+_VALUES = pick("kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "scores", "out", "lse", "partials", "scale_log2")
+_COMBINE = pick("out", "lse", "partials")
 
 
 class Strides(NamedTuple):
@@ -109,6 +118,10 @@ def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int, with_l
 
     ``capacity``: tokens of a request that the block table has room for.
     """
+    if plan.schedule.form == "hopper":
+        from . import hopper_decode
+
+        return hopper_decode.steps(plan, strides, capacity, with_lse)
     schedule, order = plan.schedule, plan.order
     R, P = plan.kv_lora_rank, plan.qk_rope_head_dim
     sizes = (plan.num_tokens, plan.batch_size, plan.num_heads, min(plan.max_seq_len, capacity))
@@ -157,6 +170,7 @@ class PreparedAttention:
     def __init__(self, plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) -> None:
         self.plan = plan
         self._steps = attention_steps(plan, strides, capacity, with_lse)
+        self._unaligned = PreparedAttention(plan.portable(), strides, capacity, with_lse) if plan.schedule.form == "hopper" else self
         self._key = (with_lse, plan.dtype, plan.schedule, plan.order, plan.kv_lora_rank, plan.qk_rope_head_dim, plan.decode, plan.page_size,
                      strides.q_nope, strides.q_pe, strides.kv_cache, strides.out)
         self._ready: list[tuple[Any, ...]] = []
@@ -164,13 +178,22 @@ class PreparedAttention:
     def run(self, args: Arguments) -> None:
         """Launch for tensors: partials, scores and lse fp32, the first two aligned to 16. Nothing is stored in lse without ``with_lse``."""
         aligned = tuple(t.data_ptr() % 16 for t in (args.q_nope, args.q_pe, args.kv_cache, args.out, args.partials))
-        key = (*self._key, aligned)
-        compiled = [launch(s.kernel, key, s.grid, (*s.pick(args), *s.integers), s.constants, s.options) for s in self._steps]
+        if any(aligned) and self._unaligned is not self:
+            self._unaligned.run(args)  # TMA wants alignment
+            return
+        compiled = [launch(s.kernel, (*self._key, aligned, *s.constants.values()), s.grid, s.arguments(args), s.constants, s.options) for s in self._steps]
         if not (INTERPRETED or any(aligned)):
             self._ready = [
-                (c.run, s.grid[0], s.grid[1], c.function, c.packed_metadata, s.pick, (*s.integers, *s.constants.values()))
+                (self._launcher(s, c), s.grid[0], s.grid[1], c.function, c.packed_metadata, s.pick, (*s.integers, *s.constants.values()))
                 for s, c in zip(self._steps, compiled, strict=True)
             ]
+
+    def _launcher(self, step: Step, compiled: Any) -> Any:
+        if not step.describe:
+            return compiled.run
+        from .hopper_decode import Encoded
+
+        return Encoded(compiled, step.describe, self.plan.dtype)
 
     def run_ready(self, args: Arguments, device: int) -> bool:
         """Launch for addresses on the current device, all but those of integers divisible by 16; False if `run` must do it."""

@@ -6,7 +6,7 @@ who computes a split, never where it is cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,11 @@ MAX_NUM_HEADS = 128
 MAX_PROGRAMS_PER_SM = 16
 # Scratch memory of a call beyond which its row tiles are done in waves, one after another.
 MAX_WORKSPACE_BYTES = 1 << 30
+# What the Hopper form is written for: latent and rope columns, rows of a tile, and from how many heads on its tiles can be full.
+HOPPER_DIMS = (512, 64)
+HOPPER_ROWS = 64
+HOPPER_LEAST_HEADS = 8
+HOPPER_ITEM_INTS = 8
 # Widest head of a prefill, for nope, rope and value columns alike.
 MAX_HEAD_DIM = 256
 # Tokens of a request that a paged prefill up-projects at a time: a quarter of a GB of keys and values for 128 heads of DeepSeek-V3.
@@ -63,6 +68,7 @@ class AttentionPlan:
         num_row_tiles: row tiles of the call (in an extend an upper bound: the host does not know the query lengths).
         wave_row_tiles: row tiles that are done together, so that the scratch memory stays bounded.
         num_score_programs: programs that share the KV tiles of a row tile (two phases).
+        num_programs: programs of the Hopper form, which has no waves: ``wave_row_tiles`` have room for partials there, further ones are folded.
         workspace_bytes: scratch memory of a call, in bytes. Its contents need no initialisation.
     """
 
@@ -82,6 +88,7 @@ class AttentionPlan:
     num_row_tiles: int
     wave_row_tiles: int
     num_score_programs: int
+    num_programs: int = 0
 
     @property
     def wave_rows(self) -> int:
@@ -99,13 +106,35 @@ class AttentionPlan:
         return self.wave_rows * _partials_per_row(self.num_splits, self.kv_lora_rank)
 
     @property
+    def num_items(self) -> int:
+        """Work items of the Hopper form, at most."""
+        return self.num_row_tiles + (self.wave_row_tiles * self.num_splits if self.num_splits > 1 else 0)
+
+    @property
+    def work_size(self) -> int:
+        """32-bit elements of the Hopper form's list of work, behind the partials."""
+        return -(-(1 + self.num_items) * HOPPER_ITEM_INTS // HOPPER_ROWS) * HOPPER_ROWS
+
+    @property
     def scores_size(self) -> int:
-        """fp32 elements of the scores of the two-phase form."""
+        """fp32 elements behind the partials: the scores of the two-phase form, the list of work and the folds of the Hopper form."""
+        if self.schedule.form == "hopper":
+            return self.work_size + self.num_programs * HOPPER_ROWS * (self.kv_lora_rank + 2 * 3)
         return self.wave_rows * self.num_tiles * self.order.block_n if self.schedule.form == "two_phase" else 0
 
     @property
     def workspace_bytes(self) -> int:
-        return 4 * (self.partials_size + self.scores_size)
+        own = 4 * (self.partials_size + self.scores_size)
+        return max(own, self.portable().workspace_bytes) if self.schedule.form == "hopper" else own
+
+    def portable(self) -> AttentionPlan:
+        """The plan without the Hopper form: for calls that it does not serve. No bit changes."""
+        if self.schedule.form != "hopper":
+            return self
+        schedule = replace(self.schedule, form="one_pass")
+        row_tiles = _row_tiles(self.num_tokens, self.batch_size, self.num_heads, schedule.block_rows, self.decode)
+        wave = _wave(row_tiles, 4 * _partials_per_row(self.num_splits, self.kv_lora_rank) * schedule.block_rows)
+        return replace(self, schedule=schedule, num_row_tiles=row_tiles, wave_row_tiles=wave, num_programs=0)
 
 
 def _partials_per_row(num_splits: int, kv_lora_rank: int) -> int:
@@ -118,10 +147,43 @@ def _row_tiles(num_tokens: int, batch_size: int, num_heads: int, block_rows: int
     return num_tokens * num_heads // block_rows + batch_size + 1
 
 
+def _wave(row_tiles: int, tile_bytes: int) -> int:
+    return max(1, min(row_tiles, MAX_WORKSPACE_BYTES // tile_bytes) if tile_bytes else row_tiles)
+
+
+def hopper_tile(num_heads: int) -> tuple[int, int, int]:
+    """(heads, query tokens, blocks of heads) of the row tiles of the Hopper form: a tile is 64 rows of one block."""
+    heads = min(HOPPER_ROWS, max(HOPPER_LEAST_HEADS, 1 << (num_heads - 1).bit_length()))
+    return heads, HOPPER_ROWS // heads, -(-num_heads // HOPPER_ROWS)
+
+
+def _hopper_row_tiles(num_tokens: int, batch_size: int, num_heads: int, decode: bool) -> int:
+    _, tokens, blocks = hopper_tile(num_heads)
+    return (batch_size if decode else num_tokens // tokens + batch_size + 1) * blocks
+
+
+def hopper_refusal(*, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, dtype: torch.dtype, page_size: int, order: ReductionOrder) -> str | None:
+    """Why the Hopper form does not serve a call of these sizes, or None."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it is for 16-bit caches, not {dtype}"
+    if (kv_lora_rank, qk_rope_head_dim) != HOPPER_DIMS:
+        return f"it is for {HOPPER_DIMS[0]} latent and {HOPPER_DIMS[1]} rope columns, not {kv_lora_rank} and {qk_rope_head_dim}"
+    if num_heads < HOPPER_LEAST_HEADS:
+        return f"it is for {HOPPER_LEAST_HEADS} heads and more, not {num_heads}"
+    if page_size % 16:
+        return f"TMA reads pages of multiples of 16 tokens, not of {page_size}"
+    if (order.block_n, order.reference_step) != (64, 8):
+        return f"its tiles are 64 tokens and its reference moves by 8, not {order.block_n} and {order.reference_step}"
+    return None
+
+
 def choose_schedule(
-    *, num_tokens: int, batch_size: int, num_heads: int, num_splits: int, dtype: torch.dtype, decode: bool, arch: str, num_sms: int
+    *, num_tokens: int, batch_size: int, num_heads: int, num_splits: int, dtype: torch.dtype, decode: bool, arch: str, num_sms: int, hopper: bool = False
 ) -> Schedule:
-    """The schedule for what the host knows of a batch. Free to look at all of it, since no schedule changes a bit."""
+    """The schedule for what the host knows of a batch. Free to look at all of it, since no schedule changes a bit.
+
+    ``hopper``: whether the Hopper form may be chosen.
+    """
     table = ARCHITECTURES[arch]
     if dtype == torch.float32:
         return table.fp32
@@ -132,7 +194,7 @@ def choose_schedule(
     if table.rows64 is not None and rows_per_request > table.rows64.block_rows // 2:
         items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
         if items >= num_sms * 3 // 4:
-            return table.rows64
+            return table.hopper if table.hopper is not None and hopper else table.rows64
     if table.full16 is not None and items16 >= 4 * num_sms:
         return table.full16
     return table.rows16
@@ -184,17 +246,26 @@ def plan_attention(
         raise ValueError(f"num_tokens={num_tokens!r} must equal batch_size={batch_size!r} in a decode")
     num_splits = max(1, -(-max_seq_len // order.kv_split))
     if schedule is None:
+        refusal = hopper_refusal(num_heads=num_heads, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim, dtype=dtype, page_size=page_size,
+                                 order=order)
         schedule = choose_schedule(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, num_splits=num_splits, dtype=dtype,
-                                   decode=decode, arch=arch, num_sms=num_sms)
-    row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
+                                   decode=decode, arch=arch, num_sms=num_sms, hopper=refusal is None)
     num_tiles = num_splits * (order.kv_split // order.block_n)
     row_bytes = 4 * (_partials_per_row(num_splits, kv_lora_rank) + (num_tiles * order.block_n if schedule.form == "two_phase" else 0))
-    wave = max(1, min(row_tiles, MAX_WORKSPACE_BYTES // (row_bytes * schedule.block_rows)) if row_bytes else row_tiles)
+    programs = 0
+    if schedule.form == "hopper":
+        row_tiles = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode)
+        # kernels/hopper/decode_work.py: only so many row tiles are not folded
+        wave = _wave(min(row_tiles, -(-8 * num_sms // 9)), row_bytes * schedule.block_rows)
+        programs = max(1, min(num_sms, row_tiles * num_splits))
+    else:
+        row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
+        wave = _wave(row_tiles, row_bytes * schedule.block_rows)
     return AttentionPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim, dtype=dtype, page_size=page_size, decode=decode, arch=arch, order=order, schedule=schedule,
         num_splits=num_splits, num_row_tiles=row_tiles, wave_row_tiles=wave,
-        num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // wave)),
+        num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // wave)), num_programs=programs,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from triton import knobs
 
-Form = Literal["one_pass", "two_phase"]
+Form = Literal["one_pass", "two_phase", "hopper"]
 
 
 def _positive_int(name: str, value: object, what: str) -> None:
@@ -140,7 +140,8 @@ class Schedule:
     """Who computes what, when. No field can change a bit; a GPU test proves it for every schedule of the tables.
 
     Attributes:
-        form: "one_pass" reads each latent row once; "two_phase" computes all scores first, then P.V by slices of value columns.
+        form: "one_pass" reads each latent row once; "two_phase" computes all scores first, then P.V by slices of value columns; "hopper" is one
+            pass by warp-specialised kernels, or where `hopper_decode.refusal` names a reason, "one_pass" with the other fields.
         block_rows: (token, head) rows of a tile: 16 and 32 use mma.sync, 64 warpgroup MMA where the machine has it.
         num_warps, num_stages: of the attention kernel (one pass) or of the values kernel (two phases).
         block_v: value columns of a slice (two phases).
@@ -159,13 +160,15 @@ class Schedule:
     pdl: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in ("one_pass", "two_phase"):
-            raise ValueError(f"form={self.form!r} must be 'one_pass' or 'two_phase'")
+        if self.form not in ("one_pass", "two_phase", "hopper"):
+            raise ValueError(f"form={self.form!r} must be 'one_pass', 'two_phase' or 'hopper'")
         for name, allowed in (("block_rows", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("score_warps", (1, 2, 4, 8)),
                               ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
         _positive_int("num_stages", self.num_stages, "a positive int")
+        if self.form == "hopper" and self.block_rows != 64:
+            raise ValueError(f"block_rows={self.block_rows!r} must be 64 with form='hopper'")
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Architecture:
         shared_memory: bytes that one program may use.
         few: while there are few (row tile, split) items, and wherever no one-pass kernel fits the shared memory.
         rows16: one pass, tiles of few rows; full16: the same on a full machine, where two programs fit one multiprocessor.
-        rows64: one pass, tiles of as many rows as fit, up to 64.
+        rows64: one pass, tiles of as many rows as fit, up to 64; hopper: in its place where `plan.hopper_refusal` names no reason.
         fp32: fp32 caches, whatever the amount.
     """
 
@@ -186,6 +189,7 @@ class Architecture:
     rows16: Schedule | None = None
     full16: Schedule | None = None
     rows64: Schedule | None = None
+    hopper: Schedule | None = None
     fp32: Schedule = field(default_factory=lambda: Schedule(form="two_phase", num_stages=1, block_k=32))
 
 
@@ -205,6 +209,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
         full16=Schedule(num_warps=4, num_stages=2, pdl=True),
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
+        hopper=Schedule(form="hopper", block_rows=64, num_warps=8, num_stages=2, pdl=True),
     ),
     "sm_100": Architecture("sm_100", 232_448, few=replace(_SMALL, num_stages=4, pdl=True), rows16=Schedule(num_stages=2, pdl=True)),
     "sm_120": Architecture("sm_120", 101_376, few=_SMALL, rows16=_ROWS16),

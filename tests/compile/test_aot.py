@@ -37,9 +37,9 @@ SPILLS = {
 
 
 def schedules(arch: str) -> dict[str, Schedule]:
-    """The schedules of a table by the name of their field."""
+    """The portable schedules of a table by the name of their field."""
     table = ARCHITECTURES[arch]
-    return {f.name: value for f in fields(table) if isinstance(value := getattr(table, f.name), Schedule)}
+    return {f.name: value for f in fields(table) if isinstance(value := getattr(table, f.name), Schedule) and value.form != "hopper"}
 
 
 CASES = [

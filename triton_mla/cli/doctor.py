@@ -80,6 +80,7 @@ def interpreter() -> Findings:
 
 def architecture() -> Findings:
     """The architecture that kernels are planned for, and its tables."""
+    from triton_mla import hopper_decode
     from triton_mla.tuning import ARCHITECTURES, arch_of
     from triton_mla.verification.runner import default_device
 
@@ -87,6 +88,7 @@ def architecture() -> Findings:
     none = "no kernel runs without the interpreter" if arch == "cpu" else "no tables for it, so no kernel runs"
     yield "this device", arch if arch in ARCHITECTURES else f"{arch}: {none}"
     yield "with tables", ", ".join(ARCHITECTURES)
+    yield "Hopper form of decode", hopper_decode.machine_refusal(arch) or "used where there are many rows"
 
 
 def launch() -> Findings:

@@ -14,7 +14,7 @@ from triton_mla.verification.trial import Trial
 
 
 def schedules(arch: str, dtype: torch.dtype) -> list[Schedule]:
-    """Tiles of 16 to 64 rows, 2 to 8 warps, 1 to 3 stages, in both forms."""
+    """Tiles of 16 to 64 rows, 2 to 8 warps, 1 to 3 stages, in all forms."""
     table = ARCHITECTURES[arch]
     if dtype == torch.float32:
         # Products of fp32 are unrolled multiplications: larger tiles take minutes to compile.
@@ -29,6 +29,7 @@ def schedules(arch: str, dtype: torch.dtype) -> list[Schedule]:
         replace(one_pass, block_rows=64, num_warps=8, num_stages=2),
         two_phase,
         replace(two_phase, block_rows=64, num_warps=8, num_stages=2, block_v=128),
+        *([] if table.hopper is None else [table.hopper]),
     ]
 
 

@@ -1,0 +1,158 @@
+"""The Hopper decode, compiled for sm_90 without one: it fits, uses the tensor cores and TMA, and spills nothing that a tensor core waits for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import aot
+import pytest
+import torch
+from test_aot_hopper import NoGpu
+from triton.runtime import driver
+from uniform_registers import read_before_written
+
+from triton_mla import hopper_decode
+from triton_mla.kernels.hopper import available
+from triton_mla.launch import INTERPRETED, Arguments, Strides
+from triton_mla.plan import AttentionPlan, plan_attention
+from triton_mla.tuning import ARCHITECTURES, DEFAULT_ORDER, ReductionOrder
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(INTERPRETED, reason="under TRITON_INTERPRET=1 nothing can be compiled; run with TRITON_INTERPRET=0"),
+    pytest.mark.skipif(not available(), reason="written for the Gluon of triton 3.6"),
+]
+
+HOPPER = ARCHITECTURES["sm_90"].hopper
+# Spilled registers of a warpgroup in the loop over pairs of KV tiles, stores and loads: (without lse, with it). Scalars and addresses, for the
+# most part used when a split is stored.
+SPILLS = (32, 48)
+
+
+def plan_of(num_heads: int = 128, page_size: int = 64, dtype: torch.dtype = torch.bfloat16, decode: bool = True, **options: Any) -> AttentionPlan:
+    facts = {"num_tokens": 16, "batch_size": 16, "max_seq_len": 8192, "schedule": HOPPER, **options}
+    return plan_attention(num_heads=num_heads, page_size=page_size, dtype=dtype, decode=decode, **facts)
+
+
+def strides_of(plan: AttentionPlan) -> Strides:
+    H = plan.num_heads
+    return Strides((H * 576, 576), (H * 576, 576), (plan.page_size * 576, 576), 128, (H * 512, 512))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that compiles what a plan launches: list of work, attention, combine."""
+
+    def compile_steps(plan: AttentionPlan, with_lse: bool) -> list[Any]:
+        kernels = []
+        T, H = plan.num_tokens, plan.num_heads
+        q = torch.zeros(T, H, 576, dtype=plan.dtype)
+        ints, floats = torch.zeros(64, dtype=torch.int32), torch.zeros(64)
+        out, cache = torch.zeros(T, H, 512, dtype=plan.dtype), torch.zeros(2, plan.page_size, 576, dtype=plan.dtype)
+        args = Arguments(q[..., :512], q[..., 512:], cache, ints, ints, ints, out, floats, floats, floats, 0.1)
+        for step in hopper_decode.steps(plan, strides_of(plan), plan.max_seq_len, with_lse):
+            assert list(step.constants) == step.kernel.arg_names[-len(step.constants) :]  # as a launch from addresses gives them
+            options = {k: v for k, v in step.options.items() if k != "launch_pdl"}
+            kernels.append(step.kernel.warmup(*step.arguments(args), grid=(1,), **step.constants, **options, enable_fp_fusion=False))
+            step.kernel.device_caches.clear()
+        return kernels
+
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    return compile_steps
+
+
+@pytest.mark.parametrize("num_heads, page_size, dtype, with_lse", [
+    (128, 64, torch.bfloat16, False), (128, 64, torch.bfloat16, True), (16, 16, torch.float16, False), (64, 480, torch.float16, True),
+])
+def test_attention(compiled: Any, num_heads: int, page_size: int, dtype: torch.dtype, with_lse: bool) -> None:
+    work, kernel, combine = compiled(plan_of(num_heads, page_size, dtype, decode=num_heads > 64), with_lse)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    assert not any(re.search(r"\b(?:atom|red)\.", k.asm["ptx"]) for k in (work, kernel, combine))
+    code = aot.machine_code(kernel)
+    assert not read_before_written(code)
+    # of a pair of tiles: 36 products for one tile's scores and 4 with the values of each, of warpgroup 1 also 4 row sums of each; with lse those of rests
+    loops = {n: min((body for body in aot.loops(kernel) if body.count("HGMMA") == n), key=len) for n in ((48, 56) if with_lse else (44, 52))}
+    for body in loops.values():
+        assert len(re.findall(r"\b(?:STL|LDL)\b", body)) <= SPILLS[with_lse]
+        assert not _spills_between_products(body)
+
+
+def _spills_between_products(body: str) -> list[str]:
+    """Spill instructions between products that ptxas has not split into several waits: it would have run out of registers for operands."""
+    lines = [line for line in body.splitlines() if re.search(r"\b(?:HGMMA|STL|LDL|BRA|SYNCS|BAR)\b", line)]
+    return [b for a, b, c in zip(lines, lines[1:], lines[2:], strict=False) if "HGMMA" in a and "HGMMA" in c and re.search(r"\bSTL\b", b)]
+
+
+def test_sizes_that_it_serves() -> None:
+    plan = plan_of()
+    strides = strides_of(plan)
+
+    def serves(strides: Strides = strides, pages: int = 100, **changes: Any) -> bool:
+        return hopper_decode.serves(replace(plan, **changes), strides, pages)
+
+    assert serves()
+    for page_size in (16, 48, 64, 480):
+        assert serves(page_size=page_size)
+    assert not serves(page_size=1)
+    assert not serves(kv_lora_rank=256)
+    assert not serves(qk_rope_head_dim=0)
+    assert not serves(dtype=torch.float32)
+    assert not serves(arch="sm_80")
+    assert not serves(num_heads=4)
+    assert not serves(order=ReductionOrder(block_n=32))
+    assert not serves(order=ReductionOrder(reference_step=1))
+    assert not serves(strides._replace(q_pe=(128 * 576, 580)))
+    assert not serves(strides._replace(kv_cache=(64 * 576 + 8, 576)))
+    assert not serves(pages=1 << 25)
+
+
+@pytest.mark.parametrize("page_size, form", [(64, "hopper"), (1, "one_pass")])
+def test_what_the_table_takes(page_size: int, form: str) -> None:
+    plan = plan_attention(num_tokens=64, batch_size=64, num_heads=128, max_seq_len=8192, page_size=page_size)
+    assert (plan.schedule.form, plan.schedule.block_rows) == (form, 64)
+    assert plan.portable().schedule == ARCHITECTURES["sm_90"].rows64
+    assert plan.workspace_bytes >= plan.portable().workspace_bytes
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 1024, 1025, 8192, 131072])
+def test_scratch_memory(max_seq_len: int) -> None:
+    """Partials, the list of work and the folds lie behind each other, and there are no waves."""
+    plan = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=max_seq_len)
+    work, attend, *combine = hopper_decode.steps(plan, strides_of(plan), max_seq_len, False)
+    work_at, fold_at = attend.integers[-3:-1]
+    assert work.integers[-1] == work_at == plan.partials_size // 64
+    assert (fold_at - work_at) * 64 >= 8 * (1 + work.integers[-2])
+    assert fold_at * 64 + plan.num_programs * (64 * 512 + 2 * 3 * 64) == plan.partials_size + plan.scores_size <= plan.workspace_bytes // 4
+    assert 4 * plan.partials_size <= 1 << 30
+    assert len(combine) == (max_seq_len > DEFAULT_ORDER.kv_split)
+
+
+def test_descriptors_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From addresses, and with all that Triton's own launcher passes on."""
+    from triton.backends.nvidia import driver as nvidia
+
+    calls, encoded = [], []
+
+    def launcher(*args: Any) -> None:
+        calls.append(args)
+
+    def encode(descriptor: Any, meta: Any) -> list[Any]:
+        encoded.append((descriptor.base.data_ptr(), meta))
+        return [f"map {descriptor.base.data_ptr()}", *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
+    plan = plan_of()
+    describe = hopper_decode.descriptions(plan, strides_of(plan))
+    run = type("Launcher", (), {"launch_cooperative_grid": 0, "launch_pdl": 1})()
+    run.launch = nvidia.wrap_handle_tensordesc(launcher, {0: "tensordesc<a>", 1: "tensordesc<b>", 2: "tensordesc<c>", 3: "i32"}, ["a", "b", "c"])
+    ours = hopper_decode.Encoded(type("Compiled", (), {"run": run})(), describe, plan.dtype)
+    descriptors = [d(hopper_decode.Address(a, plan.dtype)) for d, a in zip(describe, (16, 32, 48), strict=True)]
+    run.launch(1, 2, 3, 4, 5, 0, 1, None, None, 6, None, None, None, *descriptors, 7)
+    for _ in range(2):
+        ours(1, 2, 3, 4, 5, 6, None, None, None, 16, 32, 48, 7)
+    assert calls[0] == calls[1] == calls[2]
+    assert encoded == 2 * [(16, "a"), (32, "b"), (48, "c")]

@@ -1,0 +1,150 @@
+"""The launches of the Hopper form of decode and extend: a list of work, made on the device, one persistent kernel, and the combine."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .kernels.hopper import available
+from .launch import COMBINE_AHEAD, Step, Strides, pick
+from .plan import HOPPER_ROWS, AttentionPlan, hopper_refusal, hopper_tile
+
+AXIS = 1 << 30
+MAX_MAPS = 1024
+_WORK = pick("cu_seqlens_q", "seq_lens", "out", "lse", "partials")
+_ATTEND = pick("q_nope", "q_pe", "kv_cache", "block_table", "out", "lse", "partials", "scale_log2")
+_COMBINE = pick("out", "lse", "partials")
+
+
+def machine_refusal(arch: str) -> str | None:
+    """Why no call takes this form on an architecture, or None."""
+    if arch != "sm_90":
+        return f"it is for sm_90, not {arch}"
+    return None if available() else f"it is written for the Gluon of triton 3.6, not {triton.__version__}, and has no interpreter"
+
+
+def refusal(plan: AttentionPlan, strides: Strides, num_pages: int) -> str | None:
+    """Why this form does not serve the calls of a plan with these strides, or None. Addresses, which it wants aligned to 16, are seen at a call."""
+    if reason := machine_refusal(plan.arch) or hopper_refusal(
+            num_heads=plan.num_heads, kv_lora_rank=plan.kv_lora_rank, qk_rope_head_dim=plan.qk_rope_head_dim, dtype=plan.dtype, page_size=plan.page_size,
+            order=plan.order):
+        return reason
+    if not plan.num_tokens:
+        return "there are no query tokens"
+    page, slot = strides.kv_cache
+    if any(not 0 < s < 1 << 33 or s % 8 for s in (*strides.q_nope, *strides.q_pe, slot)):
+        return f"TMA reads rows at positive multiples of 16 bytes: the strides are {strides.q_nope}, {strides.q_pe} and {slot} elements"
+    if page % slot or page < 0 or not 0 < num_pages * (page // slot) < AXIS:
+        return f"pages must lie whole rows apart, and {AXIS} rows in all: {num_pages} pages are {page} elements apart, rows {slot}"
+    return None
+
+
+def serves(plan: AttentionPlan, strides: Strides, num_pages: int) -> bool:
+    return refusal(plan, strides, num_pages) is None
+
+
+class Address(NamedTuple):
+    """What a TMA descriptor asks of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def segment(page_size: int) -> int:
+    """Tokens of a KV tile that are sure to lie in one page."""
+    return math.gcd(page_size, 64)
+
+
+def descriptions(plan: AttentionPlan, strides: Strides) -> tuple[Callable[[Any], Any], ...]:
+    """From q_nope, q_pe and kv_cache, or their addresses, to TMA descriptors.
+
+    Boxes of queries are the rows of a tile and 64 columns; heads and tokens outside come as zeros. Boxes of the cache are a segment's rows and
+    64 columns, and a row past the last visible token comes as zeros, whatever lies there: the coordinates [AXIS, row + n, AXIS - n, column]
+    wrap around to the address of (row, column), since the strides of the first three add up to 2^64 bytes at AXIS, and from its n-th row on
+    the box lies outside the third axis.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .kernels.hopper.copies import SHARED4
+    from .kernels.hopper.decode_copies import SHARED3
+
+    heads, tokens, _ = hopper_tile(plan.num_heads)
+    width = plan.kv_lora_rank + plan.qk_rope_head_dim
+    slot = strides.kv_cache[1]
+    cache = ([0x7FFF0000, 0x7FFF0000, AXIS, width], [2**34 - slot, slot, slot, 1], [1, 1, segment(plan.page_size), 64], SHARED4.value)
+
+    def query(columns: int, rows: tuple[int, ...]) -> Callable[[Any], Any]:
+        shape = [plan.num_tokens, plan.num_heads, columns]
+        return lambda base: TensorDescriptor(base, shape, [*rows, 1], [tokens, heads, 64], SHARED3.value)
+
+    return query(plan.kv_lora_rank, strides.q_nope), query(plan.qk_rope_head_dim, strides.q_pe), lambda base: TensorDescriptor(base, *cache)
+
+
+def steps(plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) -> list[Step]:
+    """All launches of a call that this form serves."""
+    from .kernels.hopper.decode import hopper_decode_kernel
+    from .kernels.hopper.decode_work import hopper_decode_work_kernel
+    from .kernels.partials import combine_kernel
+
+    heads, _, _ = hopper_tile(plan.num_heads)
+    R, split = plan.kv_lora_rank, plan.order.kv_split
+    slot_tiles = plan.wave_row_tiles if plan.num_splits > 1 else 0
+    work_at = plan.partials_size // HOPPER_ROWS
+    fold_at = work_at + plan.work_size // HOPPER_ROWS
+    batch = max(256, triton.next_power_of_2(plan.batch_size + 1))
+    flags = {"WITH_LSE": with_lse, "PDL": plan.schedule.pdl}
+    dependent: dict[str, Any] = {"launch_pdl": True} if plan.schedule.pdl else {}
+    work = Step(
+        hopper_decode_work_kernel, (min(plan.num_row_tiles, 8 * plan.num_programs), 1), _WORK,
+        (*strides.out, plan.num_tokens, plan.batch_size, plan.num_heads, min(plan.max_seq_len, capacity), split, plan.num_splits, slot_tiles,
+         plan.num_programs, plan.num_items, work_at),
+        {"HEADS": heads, "BATCH": batch, "DECODE": plan.decode, **flags}, {"num_warps": min(8, batch // 256)})
+    attend = Step(
+        hopper_decode_kernel, (plan.num_programs, 1), _ATTEND,
+        (strides.kv_cache[0] // strides.kv_cache[1], strides.block_table, *strides.out, plan.num_heads, split, plan.num_splits, plan.wave_rows,
+         work_at, fold_at, 0),
+        {"HEADS": heads, "PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), **flags}, {"num_warps": 4, **dependent},
+        descriptions(plan, strides))
+    combine = Step(
+        combine_kernel, (plan.wave_rows, 1), _COMBINE, (*strides.out, plan.num_heads, plan.num_splits, plan.wave_rows),
+        {"R": R, "WIDTH": R, "AHEAD": COMBINE_AHEAD, **flags, "EMULATE_BF16": False}, {"num_warps": 4, **dependent})
+    return [step for step in ((work, attend, combine) if plan.num_splits > 1 else (work, attend)) if 0 not in step.grid]
+
+
+class Encoded:
+    """A compiled kernel's launcher, whose first arguments are addresses in place of TMA descriptors; each is encoded once.
+
+    Triton's own launcher encodes them at every call. Its inner one, which takes them encoded, is a free variable of it (triton 3.6).
+    """
+
+    def __init__(self, compiled: Any, describe: tuple[Callable[[Any], Any], ...], dtype: torch.dtype) -> None:
+        launcher = compiled.run
+        inner = inspect.getclosurevars(launcher.launch).nonlocals
+        self._launch, self._metas = inner["launcher"], inner["tensordesc_meta"]
+        self._options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        self._describe, self._dtype = describe, dtype
+        self._maps: tuple[dict[int, list[Any]], ...] = tuple({} for _ in describe)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        metadata, arguments = rest[:4], rest[4:]
+        encoded: list[Any] = []
+        for i, maps in enumerate(self._maps):
+            encoded += maps.get(arguments[i]) or self._encode(i, arguments[i])
+        self._launch(x, y, z, stream, function, *self._options, *metadata, *encoded, *arguments[len(self._maps) :])
+
+    def _encode(self, i: int, address: int) -> list[Any]:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        maps = self._maps[i]
+        if len(maps) >= MAX_MAPS:
+            maps.clear()
+        maps[address] = make_tensordesc_arg(self._describe[i](Address(address, self._dtype)), self._metas[i])
+        return maps[address]

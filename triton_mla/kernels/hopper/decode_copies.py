@@ -1,0 +1,98 @@
+"""The producer of the Hopper decode: one warp that issues all copies from global to shared memory, ahead of the warpgroups across work items."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .copies import AXIS, SHARED4, place_in_round
+from .decode_rows import ITEM, load_run
+
+SHARED3 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+
+# Barriers. FULL ones count the copies' bytes, the others one arrival unless stated. P0 and P1 need no barrier that says they may be written: a
+# K tile is full again only after both warpgroups have multiplied it, and its weights are written only after its scores are made.
+Q_FULL = gl.constexpr(0)  # latent columns of Q
+ROPE_FULL = gl.constexpr(1)  # rope columns of Q
+Q_EMPTY = gl.constexpr(2)  # last Q K of an item is done: 2 arrivals
+K_FULL = gl.constexpr(3)  # + 4 * tile + j: 128 latent columns of K, and with j = 3 the rope columns
+K_EMPTY = gl.constexpr(11)  # + 2 * tile + W: warpgroup W has multiplied its half of the columns
+REF1_READY = gl.constexpr(15)  # reference after tile 1, 1 -> 0
+P0_READY = gl.constexpr(16)  # weights of tile 0 and the reference after it, 0 -> 1
+P1_READY = gl.constexpr(17)  # weights of tile 1, 1 -> 0
+SUM_READY = gl.constexpr(18)  # row sums of a split, 1 -> 0
+REST0_READY = gl.constexpr(19)  # with lse: what rounding took from the weights, summed through tile 0, 0 -> 1
+REST1_READY = gl.constexpr(20)  # the same through tile 1, 1 -> 0
+BARRIERS = gl.constexpr(21)
+
+
+@gluon.jit
+def copy_keys(kv_desc, k, k_rope, bars, rows, lane, left, SEG: gl.constexpr, T: gl.constexpr, J: gl.constexpr):
+    """128 latent columns (group J) of K tile T, with the rope columns in group 3; rows from ``left`` on as zeros: see hopper_decode.key_rows.
+
+    A tile is 64 / SEG segments, each within a page.
+    """
+    SEGS: gl.constexpr = 64 // SEG
+    bar = bars[K_FULL + 4 * T + J]
+    mbarrier.expect(bar, 64 * 128 * 2 + (64 * 64 * 2 if J == 3 else 0))
+    for i in gl.static_range(SEGS):
+        n = gl.minimum(gl.maximum(left - (T * 64 + i * SEG), 0), SEG)
+        y = gl.sum(gl.where(lane == T * SEGS + i, rows, 0), 0) + n
+        for c in gl.static_range(2):
+            tma.async_copy_global_to_shared(kv_desc, [AXIS, y, AXIS - n, J * 128 + c * 64], bar, k.index((T * 8 + J * 2 + c) * SEGS + i))
+        if J == 3:
+            tma.async_copy_global_to_shared(kv_desc, [AXIS, y, AXIS - n, 512], bar, k_rope.index(T * SEGS + i))
+
+
+@gluon.jit
+def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, page_rows, stride_table, kv_split, buffers, bars,
+             HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr):
+    """Pairs of K tiles of all items: of a tile first the columns of warpgroup 0, then those of 1, each as soon as its own are multiplied."""
+    q, q_rope, k, k_rope, p0, row, ones = buffers
+    DTYPE: gl.constexpr = k.dtype
+    TOKENS: gl.constexpr = 64 // HEADS
+    SEGS: gl.constexpr = 64 // SEG
+    q = q._reinterpret(DTYPE, [8, TOKENS, HEADS, 64], SHARED3)
+    q_rope = q_rope._reinterpret(DTYPE, [1, TOKENS, HEADS, 64], SHARED3)
+    k = k._reinterpret(DTYPE, [16 * SEGS, 1, 1, SEG, 64], SHARED4)
+    k_rope = k_rope._reinterpret(DTYPE, [2 * SEGS, 1, 1, SEG, 64], SHARED4)
+    lane = gl.arange(0, 32, LANES)
+    items = gl.load(WORK)
+    item = gl.program_id(0)
+    turn = 0
+    pair = 0
+    while item < items:
+        pos, end, seen = load_run(WORK, item, items)
+        at = WORK + (1 + item) * ITEM
+        q_token = gl.load(at + 3)
+        head = (gl.load(at + 4) & 255) * 64
+        pages = BLOCK_TABLE + gl.load(at + 5).to(gl.int64) * stride_table
+        stop = gl.minimum(pos + kv_split, end)
+        mbarrier.wait(bars[Q_EMPTY], (turn & 1) ^ 1)
+        mbarrier.expect(bars[Q_FULL], 64 * 512 * 2)
+        for j in gl.static_range(8):
+            tma.async_copy_global_to_shared(qn_desc, [q_token, head, j * 64], bars[Q_FULL], q.index(j))
+        first = 1
+        more = 1
+        while more != 0:
+            phase = (pair & 1) ^ 1
+            # before the waits, so that their latency is hidden; of a page that the item has tokens in
+            token = gl.maximum(gl.minimum(pos + lane * SEG, end - 1), 0)
+            rows = gl.load(pages + token // PAGE_SIZE) * page_rows + token % PAGE_SIZE // SEG * SEG
+            for t in gl.static_range(2):
+                for w in gl.static_range(2):
+                    mbarrier.wait(bars[K_EMPTY + 2 * t + w], phase)
+                    if t == 1 and w == 0 and first != 0:
+                        # only now are the weights of the tile 1 before this one, in the same memory, no longer needed
+                        mbarrier.expect(bars[ROPE_FULL], 64 * 64 * 2)
+                        tma.async_copy_global_to_shared(qp_desc, [q_token, head, 0], bars[ROPE_FULL], q_rope.index(0))
+                    for j in gl.static_range(2):
+                        copy_keys(kv_desc, k, k_rope, bars, rows, lane, stop - pos, SEG, t, 2 * w + j)
+            first = 0
+            pair += 1
+            pos = gl.minimum(pos + 128, stop)
+            more = (pos < end).to(gl.int32)
+            if pos >= stop:
+                stop = gl.minimum(stop + kv_split, end)
+        turn += 1
+        item = turn * gl.num_programs(0) + place_in_round(turn)
