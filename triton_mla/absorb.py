@@ -90,6 +90,7 @@ def _head_matmul(x_name: str, x: torch.Tensor, w_name: str, w: torch.Tensor, out
     if out is not None:
         out = checks.tensor("out", out, dims=3, dtype=x.dtype, device=device)
         checks.shape("out", out, (num_rows, num_heads, N), f"one row for each of {x_name}")
+        checks.no_overlap("out", out)
     if torch.compiler.is_compiling():
         result = torch.ops.triton_mla.head_matmul(x, w)
         return result if out is None else out.copy_(result)

@@ -40,17 +40,20 @@ class MLAAttention(torch.nn.Module):
         """
         super().__init__()
         paths = PathRule() if paths is None else paths
-        for name, value, kind in (("dims", dims, MLADims), ("paths", paths, PathRule), ("order", order, ReductionOrder)):
+        for name, value, kind in (("dims", dims, MLADims), ("paths", paths, PathRule), ("order", order, ReductionOrder),
+                                  ("prefill_order", prefill_order, PrefillOrder)):
             if not isinstance(value, kind):
                 raise ValueError(f"{name}={value!r} must be of type {kind.__name__}")
         check_dims(dims.kv_lora_rank, dims.qk_rope_head_dim)
+        plan_prefill(num_tokens=0, batch_size=0, num_heads=dims.num_heads, max_seq_len=0, chunk_tokens=chunk_tokens, order=prefill_order)
         if paths.prompt == MHA:
             check_head_dims(dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
-            plan_prefill(num_tokens=0, batch_size=0, num_heads=dims.num_heads, max_seq_len=0, chunk_tokens=chunk_tokens, order=prefill_order)
         expected = (dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim), dims.kv_lora_rank)
         if not isinstance(w_kv_b, torch.Tensor) or tuple(w_kv_b.shape) != expected:
             what = f"shape {tuple(w_kv_b.shape)}" if isinstance(w_kv_b, torch.Tensor) else f"type {type(w_kv_b).__name__}"
             raise ValueError(f"w_kv_b has {what}; it must be a tensor of {expected}: num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank")
+        if w_kv_b.stride(1) != 1:
+            raise ValueError(f"w_kv_b has strides {w_kv_b.stride()}; its last dimension must be contiguous")
         self.dims = dims
         self.paths = paths
         self.order = order
@@ -64,6 +67,8 @@ class MLAAttention(torch.nn.Module):
 
         Raises ValueError: the selection has backends that are not this package's kernels.
         """
+        if not isinstance(selection, Selection):
+            raise ValueError(f"selection={selection!r} must be a Selection, such as resolve returns")
         for phase, own in (("decode", ("triton_mla",)), ("prefill", ("triton_mla", "triton_mla_mha"))):
             if getattr(selection, phase) not in own:
                 raise ValueError(f"selection.{phase}={getattr(selection, phase)} must be {' or '.join(own)}: the module launches no other kernels")
@@ -108,6 +113,7 @@ class MLAAttention(torch.nn.Module):
             out = torch.empty(shape, dtype=dtype, device=device)
         else:
             checks.shape("out", checks.tensor("out", out, dims=3, dtype=dtype, device=device), shape, "a value vector for each head of the plan's tokens")
+            checks.no_overlap("out", out)
         self._check_plan(plan, cache)
         write_kv_cache(kv_c, k_pe, cache, plan.slot_mapping)
         if plan.padded:  # after the write, which refuses bad arguments of its own
@@ -128,8 +134,8 @@ class MLAAttention(torch.nn.Module):
         num_pages, page_size, _ = cache.shape
         if plan.page_size != page_size:
             raise ValueError(f"kv_cache has pages of {page_size} tokens; they must have plan.page_size={plan.page_size}, which table and slots are of")
-        if plan.mha is not None and self.paths.prompt != MHA:
-            raise ValueError(f"plan has rows of the mha form; it must be of this layer's rule: {self.paths}")
+        if plan.paths is not None and plan.paths != self.paths:
+            raise ValueError(f"plan.paths is the rule that {plan.paths}; it must be that of this layer: {self.paths}")
         for rows in (plan.mha, plan.absorbed):
             if rows is not None:
                 checks.lengths(rows.seq_lens, rows.block_table, page_size, num_pages, rows.cu_seqlens_q, plan.num_tokens)

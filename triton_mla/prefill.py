@@ -160,7 +160,11 @@ def mla_prefill_paged(
         raise ValueError(f"block_table has {table.shape[0]} rows; it must have {batch_size}, one for each of seq_lens")
     order, schedule = _order(order, None), _schedule(schedule)
     capacity = table.shape[1] * page_size
-    limit = capacity if max_seq_len is None else max_seq_len
+    if max_seq_len is None:
+        max_seq_len = capacity
+    if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 0:
+        raise ValueError(f"max_seq_len={max_seq_len!r} must be an int >= 0, or None")
+    limit = min(max_seq_len, capacity)  # chunks past the table have no tokens
     plan = plan_prefill(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=limit, qk_nope_head_dim=qk_nope_head_dim,
                         qk_rope_head_dim=P, v_head_dim=v_head_dim, dtype=dtype, chunk_tokens=chunk_tokens, order=order)
     out = _check_out(out, num_tokens, num_heads, v_head_dim, dtype, device)
@@ -182,7 +186,7 @@ def mla_prefill_paged(
         out = torch.empty((num_tokens, num_heads, v_head_dim), dtype=dtype, device=device)
     lse = torch.empty((num_tokens, num_heads) if return_lse else (0,), dtype=torch.float32, device=device)
     with on_device(device):
-        attend_paged(plan, q, cache, weight, table, starts, lens, scale, out, lse if return_lse else None, workspace, order, schedule, min(limit, capacity))
+        attend_paged(plan, q, cache, weight, table, starts, lens, scale, out, lse if return_lse else None, workspace, order, schedule, limit)
     return (out, lse) if return_lse else out
 
 
@@ -250,6 +254,8 @@ def _order(order: Any, state: Any) -> PrefillOrder:
         raise ValueError(f"order={order!r} must be a PrefillOrder, or None")
     if state is not None and not isinstance(state, PrefillState):
         raise ValueError(f"state={type(state).__name__} must be a PrefillState, as return_state=True returns it")
+    if state is not None and not isinstance(state.order, PrefillOrder):
+        raise ValueError(f"state.order={state.order!r} must be the PrefillOrder that made it")
     if order is None:
         return DEFAULT_PREFILL_ORDER if state is None else state.order
     if state is not None and state.order != order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -41,6 +42,7 @@ class StepPlan:
     num_tokens: query tokens T, padding included. page_size: tokens of a page of the cache that table and slots are of.
     slot_mapping: [T] int64, as `write_kv_cache` takes it, -1 for padding.
     mha, absorbed: the rows of each form, None where there are none. padded: whether some tokens belong to neither; their output is 0.
+    paths: the rule that gave the rows their form; None where every token is a generated one, whose form no rule changes.
     """
 
     num_tokens: int
@@ -49,14 +51,21 @@ class StepPlan:
     mha: Rows | None
     absorbed: Rows | None
     padded: bool = False
+    paths: PathRule | None = None
 
     @classmethod
     def from_layout(cls, layout: BatchLayout, *, paths: PathRule, device: torch.device | str) -> StepPlan:
         """The plan of a step that the host knows all of, `layout.page_ids` included.
 
-        Raises ValueError: the rule needs `layout.prompt_lens`, or a prompt is cut that it wants whole.
+        Raises ValueError: the rule needs `layout.prompt_lens`, or a prompt is cut that it wants whole; or an argument is wrong.
         """
-        device = torch.device(device)
+        if not isinstance(layout, BatchLayout):
+            raise ValueError(f"layout={layout!r} must be a BatchLayout")
+        _check_rule(paths)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device={device!r} must name a device of torch: {error}") from error
         table = layout.table()
         lengths = torch.tensor(layout.query_lens, dtype=torch.int64), torch.tensor(layout.seq_lens, dtype=torch.int64)
         slots = _slots(*lengths, table, layout.page_size)
@@ -77,6 +86,8 @@ class StepPlan:
 
         Raises ValueError: an argument is wrong, or a prompt is cut that the rule wants whole.
         """
+        _check_rule(paths)
+        query_lens, seq_lens = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
         _check_tensors(block_table, slot_mapping, page_size, len(query_lens))
         if len(seq_lens) != len(query_lens):
             raise ValueError(f"seq_lens has {len(seq_lens)} requests; it must have {len(query_lens)}, as query_lens")
@@ -91,7 +102,7 @@ class StepPlan:
         if num_tokens < total:
             raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}; it must have a slot for each of the {total} query tokens")
         mha, absorbed = split_batch(query_lens, seq_lens, prompt_lens, paths)
-        return cls(num_tokens, page_size, slot_mapping, _rows(mha, block_table), _rows(absorbed, block_table), num_tokens > total)
+        return cls(num_tokens, page_size, slot_mapping, _rows(mha, block_table), _rows(absorbed, block_table), num_tokens > total, paths)
 
     @classmethod
     def decode(cls, block_table: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, *, page_size: int) -> StepPlan:
@@ -107,6 +118,18 @@ class StepPlan:
                      "one length for each of slot_mapping")
         starts = torch.arange(len(slot_mapping) + 1, dtype=torch.int32, device=slot_mapping.device)
         return cls(len(slot_mapping), page_size, slot_mapping, None, Rows(slice(None), block_table, starts, seq_lens, True))
+
+
+def _integers(name: str, values: Sequence[int]) -> list[int]:
+    try:
+        return [index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name}={values!r} must be a sequence of ints, one for each request") from None
+
+
+def _check_rule(paths: object) -> None:
+    if not isinstance(paths, PathRule):
+        raise ValueError(f"paths={paths!r} must be a PathRule")
 
 
 def _check_tensors(block_table: torch.Tensor, slot_mapping: torch.Tensor, page_size: int, num_requests: int) -> None:

@@ -17,7 +17,7 @@ from triton_mla import hopper_decode
 from triton_mla.kernels.hopper import available
 from triton_mla.launch import INTERPRETED, Arguments, Strides
 from triton_mla.plan import AttentionPlan, plan_attention
-from triton_mla.tuning import ARCHITECTURES, DEFAULT_ORDER, ReductionOrder
+from triton_mla.tuning import ARCHITECTURES, DEFAULT_ORDER, ReductionOrder, Schedule
 
 pytestmark = [
     pytest.mark.compile,
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not available(), reason="written for the Gluon of triton 3.6"),
 ]
 
-HOPPER = ARCHITECTURES["sm_90"].hopper
+HOPPER = Schedule(form="hopper", block_rows=64, num_warps=8, num_stages=2, pdl=True)
 # Spilled registers of a warpgroup in the loop over pairs of KV tiles, stores and loads: (without lse, with it). Scalars and addresses, for the
 # most part used when a split is stored.
 SPILLS = (32, 48)

@@ -167,3 +167,6 @@ def test_bad_out(mla, sizes):
     uk, _ = split_kv_b(w, sizes[0], sizes[1])
     with pytest.raises(ValueError, match="out has shape"):
         absorb_query(q[..., : sizes[1]], uk, out=q)
+    out = absorb_query(q[..., : sizes[1]], uk)
+    with pytest.raises(ValueError, match="out.*strides"):
+        absorb_query(q[..., : sizes[1]], uk, out=out[:1].expand_as(out))

@@ -117,3 +117,21 @@ def test_uninitialised_memory_is_dirty_during_a_call(mla, monkeypatch):
     mla.decode(mla.batch([Request(3)]))
     assert bool(seen["float"].isnan().all()) and bool((seen["int"] == 2**31 - 1).all())
     assert bool(seen["bytes"].view(torch.float32).isnan().all())
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_later_token_that_is_not_finite(mla, bad):
+    """Earlier rows of its request that share a tile with it are NaN or right, never another number; others do not see it."""
+    requests = [Request(40, 6, key=1), Request(9, 2, key=2)]
+    batch = mla.batch(requests, page_size=16)
+    clean = mla.extend(batch)
+    cache = batch.kv_cache.clone()
+    page = batch.block_table[0, 37 // 16].long()
+    cache[page, 37 % 16, 3] = bad
+    rows = mla.extend(replace(batch, kv_cache=cache))
+    before, expected = rows.out[:3], clean.out[:3]
+    right = before == expected
+    assert bool((right | before.isnan()).all()) and bool(right.any())
+    assert_bitwise_equal(rows.lse[:3], clean.lse[:3])
+    rows[batch.rows(1)].assert_same(clean[batch.rows(1)])
+    assert not bool(rows.out[3:6].isfinite().all(-1).any())

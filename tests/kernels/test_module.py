@@ -1,5 +1,6 @@
 """`MLAAttention`: right in both forms, each row as if its request were alone, and nothing waits for the device."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from gpu import no_host_synchronisation
 
 from triton_mla import BatchLayout, MLADims, Settings, resolve
 from triton_mla.module import MLAAttention
-from triton_mla.paths import ABSORBED, MHA, PathRule
+from triton_mla.paths import ABSORBED, MHA, REFUSED, PathRule
 from triton_mla.reference import absorb_q, apply_w_uv, gather_kv, mla_absorbed
 from triton_mla.step import StepPlan
 from triton_mla.testing import assert_bitwise_equal, assert_close, bitwise_equal
@@ -241,10 +242,22 @@ def test_bad_modules(dims, shape, paths, word):
         MLAAttention(dims, None if shape is None else torch.zeros(shape), paths=paths)
 
 
-@pytest.mark.parametrize(("option", "value"), [("order", None), ("prefill_order", ReductionOrder()), ("chunk_tokens", 100)])
-def test_bad_options(option, value):
-    with pytest.raises(ValueError, match="order=|chunk_tokens=100"):
-        MLAAttention(MLADims(2, 64, 16, 32, 48), torch.zeros(160, 64), paths=RULES[1], **{option: value})
+@pytest.mark.parametrize("rule", RULES, ids=["absorbed", "mha"])
+@pytest.mark.parametrize(("option", "value"), [("order", None), ("prefill_order", ReductionOrder()), ("chunk_tokens", 100), ("chunk_tokens", "100")])
+def test_bad_options(rule, option, value):
+    with pytest.raises(ValueError, match="order=|chunk_tokens='?100"):
+        MLAAttention(MLADims(2, 64, 16, 32, 48), torch.zeros(160, 64), paths=rule, **{option: value})
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(160, 128)[:, ::2], torch.zeros(64, 160).T], ids=["every other", "transposed"])
+def test_bad_weight_strides(weight):
+    with pytest.raises(ValueError, match="w_kv_b has strides"):
+        MLAAttention(MLADims(2, 64, 16, 32, 48), weight)
+
+
+def test_no_selection():
+    with pytest.raises(ValueError, match="selection=None"):
+        MLAAttention.from_selection(MLADims(2, 64, 16, 32, 48), torch.zeros(160, 64), None)
 
 
 def test_bad_input_writes_nothing(mla):
@@ -269,6 +282,9 @@ def test_bad_input_writes_nothing(mla):
         ({"kv_cache": layer.cache.double()}, "w_kv_b is"),
         ({"kv_cache": layer.cache[..., :-16].contiguous()}, "kv_cache has shape"),
         ({"out": layer.q[..., 1:]}, "out has shape"),
+        ({"out": out[:1].expand_as(out)}, "out has strides|out.*overlap"),
+        ({"plan": replace(plan, paths=PathRule(MHA, prefix=REFUSED))}, "plan.paths"),
+        ({"plan": replace(plan, paths=RULES[0])}, "plan.paths"),
         ({"plan": None}, "plan=None"),
         ({"kv_c": layer.kv[:, :rank].double()}, "kv_c has dtype"),
         ({"kv_cache": pages}, f"kv_cache has pages of {other_page} tokens; they must have plan.page_size={mla.page_size}"),
@@ -279,7 +295,7 @@ def test_bad_input_writes_nothing(mla):
         assert_bitwise_equal(out, untouched)
         assert not bool(pages.any())
     layer.module.paths = RULES[0]
-    with pytest.raises(ValueError, match="plan has rows of the mha form"):
+    with pytest.raises(ValueError, match="plan.paths is the rule"):
         layer.module(layer.q[:5], layer.kv[:5, :rank], layer.kv[:5, rank:], layer.cache, prompt)
     assert_bitwise_equal(layer.cache, before, allow_nan=True)
 
@@ -312,6 +328,12 @@ def test_a_page_id_past_the_cache_writes_nothing(mla, rule):
         ({"block_table": torch.zeros(3, 4, dtype=torch.int64)}, "block_table has dtype"),
         ({"block_table": torch.zeros(3, 8, dtype=torch.int32)[:, ::2]}, "block_table has strides"),
         ({"slot_mapping": [0, 1, 2]}, "slot_mapping="),
+        ({"query_lens": ["1", 2, 0]}, "query_lens="),
+        ({"query_lens": [1.0, 2, 0]}, "query_lens="),
+        ({"query_lens": 3}, "query_lens=3"),
+        ({"seq_lens": [5, None, 7]}, "seq_lens="),
+        ({"paths": None}, "paths=None"),
+        ({"paths": "mha"}, "paths='mha'"),
     ],
 )
 def test_bad_plans(changes, word):
@@ -319,7 +341,13 @@ def test_bad_plans(changes, word):
     good["slot_mapping"] = torch.zeros(3, dtype=torch.int64)
     assert StepPlan.from_lengths(**good, paths=RULES[1]).num_tokens == 3
     with pytest.raises(ValueError, match=word):
-        StepPlan.from_lengths(**{**good, **changes}, paths=RULES[1])
+        StepPlan.from_lengths(**{**good, "paths": RULES[1], **changes})
+
+
+@pytest.mark.parametrize(("changes", "word"), [({"paths": None}, "paths=None"), ({"device": "nowhere"}, "device='nowhere'"), ({"device": 3.5}, "device=3.5")])
+def test_bad_plans_of_layouts(changes, word):
+    with pytest.raises(ValueError, match=word):
+        StepPlan.from_layout(BatchLayout([2], [5], [[0]], 16, [5]), **{"paths": RULES[1], "device": "cpu", **changes})
 
 
 @pytest.mark.parametrize(("lens", "word"), [(torch.ones(2, dtype=torch.int32), "seq_lens has shape"), (torch.ones(3, dtype=torch.int64), "seq_lens has dtype")])

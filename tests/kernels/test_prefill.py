@@ -8,7 +8,7 @@ from prefill_cases import NAN, starts
 
 from triton_mla import PrefillState, mla_prefill
 from triton_mla.testing import assert_bitwise_equal
-from triton_mla.tuning import PrefillOrder, PrefillSchedule
+from triton_mla.tuning import PrefillOrder, PrefillSchedule, ReductionOrder
 
 ATOL = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 LONG = 1 << 20
@@ -67,7 +67,7 @@ def test_default_position_is_bottom_right(mha):
     mha.prefill(batch, positions=at).assert_same(mha.prefill(batch))
 
 
-@pytest.mark.parametrize("at", [-1000, -3, 0, 2, 1000])
+@pytest.mark.parametrize("at", [-1000, -3, 0, 2, 1000, 2**31 - 1, 2**31 - 3, -(2**31)])
 def test_positions(mha, at):
     batch = mha.make([(9, mha.tile + 5), (6, 0), (4, 4)])
     positions = torch.full((3,), at, dtype=torch.int32, device=mha.device)
@@ -241,6 +241,8 @@ def test_refused_states(good, mha):
     assert "reference_step=4" in refuse(good, r"state\.order", state=replace(state, order=other))
     refuse(good, r"state\.order", state=state, order=other)
     refuse(good, "state", state=(state.reference, state.total, state.acc))
+    for other in ("x", None, ReductionOrder()):
+        refuse(good, r"state\.order", state=replace(state, order=other), order=None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host does not read begins that lie on a device")

@@ -193,6 +193,19 @@ def test_refused_tensors(good, name):
         refuse(good, "q|w_kv_b|qk_rope_head_dim|out", **{name: value[..., :-1]})
 
 
+def test_no_chunk_lies_past_the_table(mha, monkeypatch):
+    """A bound far above the table's capacity costs no launches."""
+    from triton_mla import prefill_launch
+
+    batch = mha.paged([Request(2 * mha.tile, 9, key=1)])
+    expected = mha.prefill_paged(batch)
+    launches = []
+    project = prefill_launch.project
+    monkeypatch.setattr(prefill_launch, "project", lambda *args, **options: (launches.append(1), project(*args, **options)))
+    mha.prefill_paged(batch, max_seq_len=10**9, workspace=None).assert_same(expected)
+    assert len(launches) <= 2
+
+
 def test_refused_values(good, mha):
     for scale in (None, NAN, 0):
         refuse(good, "softmax_scale", softmax_scale=scale)

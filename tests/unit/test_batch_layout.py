@@ -39,6 +39,12 @@ def test_tensors():
         ({"page_ids": [[1.5], [3, 1], []]}, r"page_ids\[0\]\[0\]=1.5 must be an int from 0"),
         ({"page_ids": [["a"], [3, 1], []]}, r"page_ids\[0\]\[0\]='a' must be an int from 0"),
         ({"page_ids": [7, [3, 1], []]}, r"page_ids\[0\]=7 must be a sequence of ints"),
+        ({"page_ids": [[7], [3, 3], []]}, r"page_ids\[1\]\[1\]=3 must be a page of its own; page_ids\[1\]\[0\] is the same"),
+        ({"page_ids": [b"\x07\0\0\0", [3, 1], []]}, r"page_ids\[0\]=b'.*' must be a sequence of ints"),
+        ({"page_ids": [[7], bytearray(8), []]}, r"page_ids\[1\]=bytearray.* must be a sequence of ints"),
+        ({"page_ids": ["7", [3, 1], []]}, r"page_ids\[0\]='7' must be a sequence of ints"),
+        ({"query_lens": b"\1\2\2"}, "query_lens=b'.*' must be a sequence"),
+        ({"prompt_lens": b"\2\5\0"}, "prompt_lens=b'.*' must be a sequence"),
         ({"page_size": None}, "page_size=None must be 1 or a multiple of 16"),
         ({"page_size": 8}, "page_size=8"),
         ({"prompt_lens": [2, 20]}, "prompt_lens has 2 requests"),
@@ -49,6 +55,10 @@ def test_tensors():
 def test_bad_layouts(changes, word):
     with pytest.raises(ValueError, match=word):
         layout(**changes)
+
+
+def test_requests_may_share_pages():
+    assert layout(page_ids=[[3], [3, 1], []]).table().tolist() == [[3, 0], [3, 1], [0, 0]]
 
 
 def test_slots_of_a_step():

@@ -153,6 +153,7 @@ def prefill_kernel(
         index = first_row + tl.arange(0, BLOCK_M)
         # starts outside the tokens, which only the device sees, must not lead out of the tensors
         valid = (index >= 0) & (index >= -q_start) & (index < q_len) & (index < num_tokens - q_start)
+        position = tl.minimum(position, kv_len)  # from there on a query sees every key, and sums of positions stay within 32 bits
         if CAUSAL:
             seen = tl.minimum(position + index + 1, kv_len)
             least = tl.minimum(position + first_row + 1, kv_len)

@@ -36,7 +36,8 @@ def request_work(
         broken = start + kv_len > kv_limit
         position = kv_len - q_len
         if HAS_POSITIONS:
-            position = tl.load(POSITIONS + request, mask=real, other=0)
+            # tokens are fewer than 2^30: the same rows see the same keys, and sums of positions stay within 32 bits
+            position = tl.minimum(tl.maximum(tl.load(POSITIONS + request, mask=real, other=0), -(1 << 30)), (1 << 30) - 1)
     if not CAUSAL:
         position = (tl.maximum(kv_len, 0) + TILE - 1) // TILE * TILE  # every key lies before it
     kv_len = tl.where(real & (broken == 0), tl.maximum(kv_len, 0), 0)
