@@ -1,4 +1,4 @@
-"""Writes and checks the records of GPU runs under determinism/records/.
+"""Writes and checks the records of GPU runs under determinism/records/, and golden digests under triton_mla/verification/digests/.
 
 python -m determinism.record --check          exit 0 only when a passing record of each kind has the digest of the present sources
 python -m determinism.record --write          runs `triton-mla verify` on the GPU and writes <gpu>_<date>.json
@@ -27,6 +27,7 @@ from triton_mla.fingerprint import ATTENTION, MODEL, source_digest, source_files
 from triton_mla.verification import golden
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "determinism" / "records"
 JOBS = 4
 SUITES = ("tests/kernels", "tests/invariance")
 PROOFS = {"attention": ATTENTION, "model": MODEL}
@@ -39,9 +40,8 @@ def proof_of(name: str) -> str:
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every record of the folder by file name; golden digests are no records."""
-    files = sorted(file for file in folder.glob("*.json") if not file.name.startswith("golden_"))
-    return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    """Every record of the folder by file name."""
+    return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
 
 
 def changed_files(record: dict[str, Any], patterns: tuple[str, ...]) -> list[str]:
@@ -95,14 +95,14 @@ def count_tests(report: Path) -> dict[str, Any]:
     return counts
 
 
-def write(folder: Path, *, tests: Callable[[], dict[str, Any]] | None = None) -> int:
-    """Runs the suite on the current GPU and writes its record and golden digests; 0 when everything passed.
+def write(folder: Path, digests: Path, *, tests: Callable[[], dict[str, Any]] | None = None) -> int:
+    """Runs the suite on the current GPU and writes its record and, under `digests`, golden digests; 0 when everything passed.
 
     Golden digests of a new fingerprint are added. Those of a known one are never replaced: where they differ, the run
     fails and `NUMERICS_REVISION` has to be raised. `tests` gives the counts of the tests on this GPU.
     """
     progress = ProgressLine()
-    report = verification.run("cuda", jobs=JOBS, records=folder, progress=progress)
+    report = verification.run("cuda", jobs=JOBS, records=digests, progress=progress)
     progress.clear()
     print(render(report))
     evidence = report.to_json()
@@ -114,7 +114,7 @@ def write(folder: Path, *, tests: Callable[[], dict[str, Any]] | None = None) ->
     _write_json(folder / f"{gpu}_{report.created[:10]}.json", evidence)
     if evidence["passed"]:
         arch = report.fingerprint["arch"]
-        _write_json(golden.path_of(arch, folder), {**report.golden, **golden.load(arch, folder)})
+        _write_json(golden.path_of(arch, digests), {**report.golden, **golden.load(arch, digests)})
     return 0 if evidence["passed"] else 1
 
 
@@ -134,12 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     action.add_argument("--write", action="store_true", help="run on the GPU and write a record")
     parser.add_argument("--tests", action="store_true", help="with --write: also run the kernel and invariance tests")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="with --write: a junit report of those tests")
-    parser.add_argument("--folder", type=Path, default=golden.RECORDS, help="folder of the records")
+    parser.add_argument("--folder", type=Path, default=RECORDS, help="folder of the records")
+    parser.add_argument("--golden", type=Path, metavar="DIR", default=golden.FOLDER, help="with --write: folder of the golden digests")
     args = parser.parse_args(argv)
     if args.check:
         return check(args.folder)
     counted = None if args.junit is None else functools.partial(count_tests, args.junit)
-    return write(args.folder, tests=run_tests if args.tests else counted)
+    return write(args.folder, args.golden, tests=run_tests if args.tests else counted)
 
 
 if __name__ == "__main__":

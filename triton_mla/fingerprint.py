@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from triton_mla.plan import DTYPES, check_dims
 from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder, arch_of
 
 NUMERICS_REVISION = 1
@@ -23,6 +25,8 @@ ATTENTION = (
 """Files of the package that decide what attention computes, as glob patterns: those that `triton-mla verify` proves."""
 MODEL = (*ATTENTION, "kernels/companion/*.py", "companion/*.py", "mode.py", "integrations/transformers.py")
 """Those that decide what a whole model computes: what `python -m determinism.run` proves."""
+ARCH = "sm_[1-9][0-9]{1,2}|gfx[1-9][0-9a-f]{2,3}|interpreter|cpu"
+"""The form of an architecture's name."""
 
 
 def source_files(patterns: tuple[str, ...] = ATTENTION) -> dict[str, str]:
@@ -42,6 +46,14 @@ def _digest(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
+def own_arch(device: torch.device) -> str:
+    """Architecture of ``device`` by its own name: that of `tuning.arch_of`, except where a GPU has the schedules of another ("sm_103")."""
+    if device.type != "cuda" or torch.version.hip:
+        return arch_of(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
 def numerics_fingerprint(
     *,
     order: ReductionOrder = DEFAULT_ORDER,
@@ -57,7 +69,7 @@ def numerics_fingerprint(
         order: the reduction order of the calls.
         dtype: element type of q and of the cache.
         arch: name of the architecture ("sm_90", "interpreter", ...); None takes that of the current GPU, else that of
-            the CPU (`tuning.arch_of`).
+            the CPU (`own_arch`).
         kv_lora_rank, qk_rope_head_dim: latent and rope dims (elements) of a cached token.
         prefill_order: the order of `mla_prefill` and `mla_prefill_paged`.
 
@@ -66,9 +78,20 @@ def numerics_fingerprint(
         two dims, and under the interpreter `numpy`: equal digests and equal inputs give equal bits. `kernel_sources` is the
         digest of the source files; it is evidence and not part of `digest`, since an edit of a schedule changes files
         but no bits. Nothing names the machine: two machines of one kind give the same dict.
+
+    Raises:
+        ValueError: an argument that no call of the kernels can have, by name.
     """
+    for name, value, kind in (("order", order, ReductionOrder), ("prefill_order", prefill_order, PrefillOrder)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r} must be a {kind.__name__}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(str, DTYPES))}")
+    check_dims(kv_lora_rank, qk_rope_head_dim)
     if arch is None:
-        arch = arch_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        arch = own_arch(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    elif not isinstance(arch, str) or not re.fullmatch(ARCH, arch):
+        raise ValueError(f"arch={arch!r} must be a name such as sm_90, gfx942, interpreter or cpu, or None")
     numerics: dict[str, Any] = {
         "revision": NUMERICS_REVISION,
         "order": dataclasses.asdict(order),

@@ -50,6 +50,8 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         ["verify", "--device", "cuda:-1"],
         ["verify", "--device", "cuda:x"],
         ["verify", "--jobs", "0"],
+        ["verify", "--golden", "/no/such/folder"],
+        ["verify", "--golden", __file__],
         ["explain", "--model", "llama"],
         ["doctor", "--guess"],
     ],

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from triton_mla.verification import golden
+import triton_mla
+from triton_mla.verification import golden, profiles
 from triton_mla.verification.trial import NotHereError, Rows
 
 CPU = torch.device("cpu")
@@ -58,10 +59,27 @@ def test_a_missing_file_holds_nothing(tmp_path: Path) -> None:
     assert golden.load("sm_90", tmp_path) == {"print": entry("d")}
 
 
-@pytest.mark.skipif(not any(golden.RECORDS.glob("golden_*.json")), reason="no golden digests are stored")
 def test_stored_digests_are_well_formed() -> None:
-    for file in golden.RECORDS.glob("golden_*.json"):
+    files = list(golden.FOLDER.glob("*.json"))
+    assert files
+    for file in files:
         for key, stored in json.loads(file.read_text(encoding="utf-8")).items():
             assert stored["fingerprint"]["digest"] == key
             assert file.name == f"golden_{stored['fingerprint']['arch']}.json"
             assert all(len(value) == 64 for value in stored["outputs"].values())
+
+
+def test_stored_digests_are_installed_with_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
+    package = Path(triton_mla.__file__).parent
+    project = tomllib.loads((package.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    installed = {file for pattern in project["tool"]["setuptools"]["package-data"]["triton_mla"] for file in package.glob(pattern)}
+    assert set(golden.FOLDER.iterdir()) <= installed
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="a HIP build names GPUs in another way")
+def test_digests_are_of_the_gpus_own_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 3))
+    monkeypatch.setattr(golden, "outputs", lambda *args: {})
+    measured = golden.measure(profiles.GPU, torch.device("cuda", 0))
+    assert {stored["fingerprint"]["arch"] for stored in measured.values()} == {"sm_103"}

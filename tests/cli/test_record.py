@@ -42,7 +42,6 @@ def with_model(tmp_path: Path) -> None:
 
 
 def test_no_record_is_loud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "golden_sm_90.json").write_text("{}", encoding="utf-8")
     assert record.main(["--check", "--folder", str(tmp_path)]) == 1
     assert "*** NO GPU RECORD OF THE PRESENT SOURCES" in capsys.readouterr().out
 
@@ -87,12 +86,22 @@ def gpu_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return arrange
 
 
+def write(folder: Path, *options: str) -> int:
+    """Writes a record, with golden digests in a folder of their own."""
+    return record.main(["--write", *options, "--folder", str(folder), "--golden", str(digests_of(folder))])
+
+
+def digests_of(folder: Path) -> Path:
+    return folder / "digests"
+
+
 def test_write_and_check(tmp_path: Path, gpu_run: Any) -> None:
     gpu_run(report(), {"passed": 40, "failed": 0, "skipped": 1})
-    assert record.main(["--write", "--tests", "--folder", str(tmp_path)]) == 0
+    assert write(tmp_path, "--tests") == 0
+    assert [file.name for file in tmp_path.glob("*.json")] == ["nvidia_test_gpu_2030-01-02.json"]
     data = json.loads((tmp_path / "nvidia_test_gpu_2030-01-02.json").read_text(encoding="utf-8"))
     assert data["passed"] and data["tests"]["passed"] == 40 and data["checks"][0]["comparisons"] == 3
-    assert golden.load("sm_90", tmp_path) == {"p": {"outputs": {"decode": "x"}}}
+    assert golden.load("sm_90", digests_of(tmp_path)) == {"p": {"outputs": {"decode": "x"}}}
     assert record.main(["--check", "--folder", str(tmp_path)]) == 0
 
 
@@ -100,29 +109,29 @@ def test_counts_of_a_run_before(tmp_path: Path, gpu_run: Any) -> None:
     gpu_run(report())
     junit = tmp_path / "junit.xml"
     junit.write_text('<testsuite><testcase classname="a" name="b" time="0.5"/></testsuite>', encoding="utf-8")
-    assert record.main(["--write", "--junit", str(junit), "--folder", str(tmp_path)]) == 0
-    assert record.main(["--write", "--junit", str(tmp_path / "missing"), "--folder", str(tmp_path)]) == 1
+    assert write(tmp_path, "--junit", str(junit)) == 0
+    assert write(tmp_path, "--junit", str(tmp_path / "missing")) == 1
 
 
 @pytest.mark.parametrize("tests", [{"passed": 40, "failed": 1}, {"passed": 0, "failed": 0}], ids=["failed", "none ran"])
 def test_failed_tests_fail_the_record(tmp_path: Path, gpu_run: Any, tests: dict[str, Any]) -> None:
     gpu_run(report(), tests)
-    assert record.main(["--write", "--tests", "--folder", str(tmp_path)]) == 1
+    assert write(tmp_path, "--tests") == 1
     assert record.main(["--check", "--folder", str(tmp_path)]) == 1
-    assert golden.load("sm_90", tmp_path) == {}
+    assert golden.load("sm_90", digests_of(tmp_path)) == {}
 
 
 def test_a_failed_run_is_written_and_does_not_set_golden_digests(tmp_path: Path, gpu_run: Any) -> None:
     gpu_run(report(failed=True))
-    assert record.main(["--write", "--folder", str(tmp_path)]) == 1
-    assert golden.load("sm_90", tmp_path) == {}
+    assert write(tmp_path) == 1
+    assert golden.load("sm_90", digests_of(tmp_path)) == {}
 
 
 def test_golden_digests_are_added_and_never_replaced(tmp_path: Path, gpu_run: Any) -> None:
     for name, value in (("p", "x"), ("p", "y"), ("q", "z")):
         gpu_run(report(golden_digests={name: {"outputs": {"decode": value}}}))
-        record.main(["--write", "--folder", str(tmp_path)])
-    assert golden.load("sm_90", tmp_path) == {"p": {"outputs": {"decode": "x"}}, "q": {"outputs": {"decode": "z"}}}
+        write(tmp_path)
+    assert golden.load("sm_90", digests_of(tmp_path)) == {"p": {"outputs": {"decode": "x"}}, "q": {"outputs": {"decode": "z"}}}
 
 
 def test_counts_of_a_junit_report(tmp_path: Path) -> None:
@@ -151,3 +160,11 @@ def test_usage() -> None:
         with pytest.raises(SystemExit) as stopped:
             record.main(argv)
         assert stopped.value.code == 2
+
+
+def test_golden_digests_are_written_where_verify_looks(tmp_path: Path, gpu_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[Path, Path]] = []
+    monkeypatch.setattr(record, "write", lambda folder, digests, tests: written.append((folder, digests)) or 0)
+    assert record.main(["--write"]) == 0
+    assert written == [(record.RECORDS, golden.FOLDER)]
+    assert record.RECORDS.is_dir() and not list(record.RECORDS.glob("golden_*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ import torch
 import triton
 
 from triton_mla import fingerprint
-from triton_mla.fingerprint import MODEL, numerics_fingerprint, source_digest, source_files
-from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder
+from triton_mla.fingerprint import MODEL, numerics_fingerprint, own_arch, source_digest, source_files
+from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder, arch_of
 
 
 def digest(**options: Any) -> str:
@@ -54,6 +55,47 @@ def test_every_field_of_the_prefill_order_changes_it(field: str) -> None:
 )
 def test_dtype_architecture_and_dims_change_it(options: dict[str, Any]) -> None:
     assert digest(**options) != digest()
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="a HIP build names GPUs in another way")
+@pytest.mark.parametrize(("capability", "name", "schedules"), [((10, 3), "sm_103", "sm_100"), ((8, 7), "sm_87", "sm_86"), ((12, 1), "sm_121", "sm_120")])
+def test_a_gpu_with_the_schedules_of_another_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, schedules: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    gpu = torch.device("cuda", 0)
+    assert (own_arch(gpu), arch_of(gpu)) == (name, schedules)
+    assert numerics_fingerprint()["arch"] == name
+    assert numerics_fingerprint()["digest"] == digest(arch=name) != digest(arch=schedules)
+
+
+def test_another_device_has_the_name_that_its_schedules_have() -> None:
+    for device in (torch.device("cpu"), torch.device("meta")):
+        assert own_arch(device) == arch_of(device)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"arch": arch} for arch in (7, "", "sm_1", "sm_90a", "SM_90", "sm_100\n", "gfx", "hopper", torch.device("cpu"))),
+        *({"dtype": dtype} for dtype in ("bf16", None, torch.float64, torch.int8)),
+        *({"order": order} for order in (3, None, DEFAULT_PREFILL_ORDER)),
+        *({"prefill_order": order} for order in (3, None, DEFAULT_ORDER)),
+        *({"kv_lora_rank": rank} for rank in ("x", 0, 512.0, True, 500)),
+        *({"qk_rope_head_dim": rope} for rope in ("x", -16, None, 7)),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options: dict[str, Any]) -> None:
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be ")):
+        digest(**options)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_121", "gfx942", "gfx90a", "interpreter", "cpu"])
+def test_names_of_architectures(arch: str) -> None:
+    assert numerics_fingerprint(arch=arch)["arch"] == arch
 
 
 def test_triton_and_the_revision_change_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a folder that exists")
+    return Path(text)
+
+
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
@@ -64,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
         "--jobs", type=_positive, metavar="N", default=min(4, os.cpu_count() or 1), help="processes (default: up to 4)"
     )
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the evidence to FILE as JSON")
-    parser.add_argument("--golden", type=Path, metavar="DIR", help="folder with golden_<arch>.json files")
+    parser.add_argument("--golden", type=_folder, metavar="DIR", help="folder with golden_<arch>.json files (default: the package's)")
     parser.add_argument("--json", action="store_true", help="print the evidence as JSON")
     parser.set_defaults(run=run)
 
@@ -94,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(f"device={device}, a GPU of {arch_of(device)}; kernels have schedules for {known}", {})
     progress = ProgressLine()
     try:
-        records = args.golden or golden.RECORDS
+        records = args.golden or golden.FOLDER
         report = verification.run(device, quick=args.quick, jobs=args.jobs, records=records, progress=progress)
     finally:
         progress.clear()

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from triton_mla import attention, prefill
-from triton_mla.fingerprint import numerics_fingerprint
-from triton_mla.tuning import arch_of
+from triton_mla.fingerprint import numerics_fingerprint, own_arch
 from triton_mla.verification.profiles import Profile
 from triton_mla.verification.trial import NotHereError, Rows
 
-RECORDS = Path(__file__).resolve().parents[2] / "determinism" / "records"
-"""Where a source checkout keeps its records."""
+FOLDER = Path(__file__).resolve().parent / "digests"
+"""The digests that come with the package: golden_<arch>.json for each architecture that was run."""
 
 PAGE = 64
 SCALE = 192**-0.5
@@ -84,7 +83,7 @@ def measure(profile: Profile, device: torch.device) -> dict[str, Any]:
         fingerprint = numerics_fingerprint(
             order=profile.order,
             dtype=dtype,
-            arch=arch_of(device),
+            arch=own_arch(device),
             kv_lora_rank=profile.kv_lora_rank,
             qk_rope_head_dim=profile.qk_rope_head_dim,
             prefill_order=profile.prefill_order,
@@ -93,12 +92,12 @@ def measure(profile: Profile, device: torch.device) -> dict[str, Any]:
     return result
 
 
-def path_of(arch: str, folder: Path = RECORDS) -> Path:
+def path_of(arch: str, folder: Path = FOLDER) -> Path:
     """The file of an architecture's golden digests."""
     return folder / f"golden_{arch}.json"
 
 
-def load(arch: str, folder: Path = RECORDS) -> dict[str, Any]:
+def load(arch: str, folder: Path = FOLDER) -> dict[str, Any]:
     """The stored golden digests of an architecture, in the form of `measure`; empty when there are none."""
     path = path_of(arch, folder)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

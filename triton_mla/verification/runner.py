@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from triton_mla.checks import runnable
-from triton_mla.fingerprint import numerics_fingerprint, source_files
-from triton_mla.tuning import arch_of
+from triton_mla.fingerprint import numerics_fingerprint, own_arch, source_files
 from triton_mla.verification import golden
 from triton_mla.verification.controls import Control
 from triton_mla.verification.environment import describe
@@ -43,7 +42,7 @@ def run(
     profile: Profile | None = None,
     checks: Sequence[Check] | None = None,
     controls: Sequence[Control] | None = None,
-    records: Path = golden.RECORDS,
+    records: Path = golden.FOLDER,
     progress: Progress | None = None,
 ) -> Report:
     """Proves the contract on a device and returns the evidence.
@@ -64,7 +63,7 @@ def run(
         raise ValueError(f"jobs={jobs}: allowed are positive integers")
     device = default_device() if device is None else torch.device(device)
     runnable(device)
-    arch = arch_of(device)
+    arch = own_arch(device)
     profile = profile or profile_for(device, quick=quick)
     items: list[Item] = [*(CHECKS if checks is None else checks), *(CONTROLS if controls is None else controls)]
     start = time.perf_counter()
