@@ -195,11 +195,12 @@ class Settings:
         set, else the default.
 
         env: the environment, by default the process's. Raises ValueError naming the variable, its value and what is
-        allowed. A variable that starts with TRITON_MLA_ and is not known is logged once with the nearest known name.
+        allowed. A variable that is not known is logged once with the nearest known name, if it starts with TRITON_MLA_
+        in any case or is almost VLLM_BATCH_INVARIANT.
         """
         env = os.environ if env is None else env
         _warn_unknown(env)
-        values = {name: value for name, value in overrides.items() if value is not None}
+        values = _given(overrides)
         origins = dict.fromkeys(values, "argument")
         for variable in VARIABLES:
             if variable.name not in env or variable.field in values:
@@ -214,7 +215,7 @@ class Settings:
 
     def override(self, **overrides: Any) -> Settings:
         """A copy in which the values that are not None replace those here, with "argument" as their origin."""
-        given = {name: value for name, value in overrides.items() if value is not None}
+        given = _given(overrides)
         origins = {**self.origins, **dict.fromkeys(given, "argument")}
         return dataclasses.replace(self, **given, origins=origins)
 
@@ -238,15 +239,30 @@ class Settings:
         return {name: {"value": getattr(self, name), "origin": self.origins[name]} for name in _DEFAULTS}
 
 
+def _given(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides that are not None. Raises ValueError for a name that is no field."""
+    for name in overrides:
+        if name not in _DEFAULTS:
+            raise ValueError(f"{name}: no such setting; allowed are {', '.join(_DEFAULTS)}")
+    return {name: value for name, value in overrides.items() if value is not None}
+
+
 _reported_unknown: set[str] = set()
 
 
+def _nearest(name: str) -> str | None:
+    """The known variable that an unknown one seems to mean; None for one that belongs to others."""
+    # A misspelt VLLM_BATCH_INVARIANT is closer to it than 0.85; vLLM's own other variables are farther than 0.75.
+    cutoff = 0.0 if name.upper().startswith(PREFIX) else 0.85
+    return next(iter(difflib.get_close_matches(name.upper(), [variable.name for variable in VARIABLES], n=1, cutoff=cutoff)), None)
+
+
 def _warn_unknown(env: Mapping[str, str]) -> None:
-    known = [variable.name for variable in VARIABLES]
-    for name in sorted(env):
-        if name.startswith(PREFIX) and name not in known and name not in _reported_unknown:
+    known = {variable.name for variable in VARIABLES}
+    for name in sorted(env.keys() - known - _reported_unknown):
+        nearest = _nearest(name)
+        if nearest is not None:
             _reported_unknown.add(name)
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             logger.warning("%s is not a known variable and is ignored; the nearest known one is %s", name, nearest)
 
 

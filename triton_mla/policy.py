@@ -61,6 +61,9 @@ def resolve(
     for name, value, kind in (("settings", settings, Settings), ("dims", dims, MLADims)):
         if not isinstance(value, kind):
             raise ValueError(f"{name}={value!r} must be of type {kind.__name__}")
+    for name, flag in (("token_roles", token_roles), ("whole_prompts", whole_prompts)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r} must be True or False")
     settings = settings.override(prefill_backend=prefill_backend, decode_backend=decode_backend)
     page_size, fixed = _page_size(cache_config)
     cache_name = _read(cache_config, "cache_dtype")

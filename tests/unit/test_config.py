@@ -223,6 +223,43 @@ def test_unknown_variables_are_logged_once_with_the_nearest_name(monkeypatch, ca
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("triton_mla_batch_invariant", "TRITON_MLA_BATCH_INVARIANT"),
+        ("Triton_MLA_KV_Split", "TRITON_MLA_KV_SPLIT"),
+        ("TRITONMLA_BATCH_INVARIANT", "TRITON_MLA_BATCH_INVARIANT"),
+        ("VLLM_BATCH_INVARIENT", "VLLM_BATCH_INVARIANT"),
+        ("VLLM_BATCH_INVARIANCE", "VLLM_BATCH_INVARIANT"),
+        ("VLLM_BATCHINVARIANT", "VLLM_BATCH_INVARIANT"),
+        ("VLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT"),
+        ("vllm_batch_invariant", "VLLM_BATCH_INVARIANT"),
+    ],
+)
+def test_a_misspelt_variable_is_logged_with_the_one_that_it_means(monkeypatch, caplog, name, meant):
+    monkeypatch.setattr(config, "_reported_unknown", set())
+    assert Settings.from_env({name: "1"}) == Settings()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"{name} is not a known variable and is ignored; the nearest known one is {meant}"
+
+
+def test_variables_of_others_are_not_logged(monkeypatch, caplog):
+    monkeypatch.setattr(config, "_reported_unknown", set())
+    names = ("VLLM_LOG_BATCHSIZE_INTERVAL", "VLLM_KERNEL_OVERRIDE_BATCH_INVARIANT", "VLLM_ATTENTION_BACKEND", "VLLM_MLA_DISABLE", "TRITON_INTERPRET", "PATH")
+    Settings.from_env(dict.fromkeys((*names, *(variable.name for variable in VARIABLES if variable.default == "0")), "1"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", [1, None])
+@pytest.mark.parametrize("name", ["foo", "origins", "batch_invarient"])
+def test_an_unknown_setting_is_named_with_those_there_are(name, value):
+    for make in (lambda **values: Settings.from_env({}, **values), Settings().override):
+        with pytest.raises(ValueError) as caught:
+            make(**{name: value})
+        assert str(caught.value) == f"{name}: no such setting; allowed are {', '.join(FIELDS)}"
+
+
+@pytest.mark.parametrize(
     ("value", "name"),
     [
         ("bf16", "bfloat16"),
