@@ -19,7 +19,7 @@ class BatchLayout:
     Attributes:
         query_lens: new tokens of each request.
         seq_lens: tokens of each request in the cache, the new ones included; 0 marks a padded row.
-        page_ids: the pages of each request, in position order.
+        page_ids: the pages of each request, in position order, each once; requests may share pages.
         page_size: tokens of a page.
         prompt_lens: tokens of each request's original prompt, which no preemption changes; None where the engine does not tell. A
             request's must be the same in all of its steps: it decides which form its tokens take (`paths`).
@@ -37,7 +37,8 @@ class BatchLayout:
     def __post_init__(self) -> None:
         check_page_size(self.page_size)
         for name in ("query_lens", "seq_lens", "page_ids", "prompt_lens"):
-            if not hasattr(value := getattr(self, name), "__len__") and (value is not None or name != "prompt_lens"):
+            value = getattr(self, name)
+            if (value is not None or name != "prompt_lens") and not _is_sequence(value):
                 raise ValueError(f"{name}={value!r} must be a sequence with an entry for each request")
         if not len(self.query_lens) == len(self.seq_lens) == len(self.page_ids):
             raise ValueError(
@@ -99,14 +100,21 @@ def _check_int(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be an int") from None
 
 
+def _is_sequence(value: object) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, (str, bytes, bytearray))
+
+
 def _check_pages(request: int, pages: Sequence[int]) -> None:
     try:
-        ids = array("i", pages)  # refuses what is no int of 32 bits, in less time than a loop takes
+        ids = array("i", pages) if _is_sequence(pages) else None  # refuses what is no int of 32 bits, in less time than a loop takes
     except (TypeError, OverflowError):
         ids = None
     if ids is not None and (not ids or min(ids) >= 0):
+        if len(set(ids)) < len(ids):
+            j = next(j for j, page in enumerate(ids) if page in ids[:j])
+            raise ValueError(f"page_ids[{request}][{j}]={ids[j]} must be a page of its own; page_ids[{request}][{ids.index(ids[j])}] is the same")
         return
-    if hasattr(pages, "__len__"):
+    if _is_sequence(pages):
         for j, page in enumerate(pages):
             if not hasattr(page, "__index__") or not 0 <= page < 2**31:
                 raise ValueError(f"page_ids[{request}][{j}]={page!r} must be an int from 0 to 2**31 - 1")
