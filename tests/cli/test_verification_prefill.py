@@ -15,9 +15,10 @@ from triton.runtime.errors import OutOfResources
 from triton_mla import absorb, attention, module, prefill, step, verification
 from triton_mla.paths import split_batch
 from triton_mla.tuning import PrefillOrder
-from triton_mla.verification import prefill_controls, profiles, sequences, suite
+from triton_mla.verification import accuracy, prefill_controls, profiles, sequences, suite
+from triton_mla.verification.mha import Mha
 from triton_mla.verification.report import Report
-from triton_mla.verification.trial import where_it_fits
+from triton_mla.verification.trial import Trial, where_it_fits
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="runs under Triton's interpreter")
 
@@ -249,3 +250,14 @@ def test_controls_see_the_batch_size_and_nothing_else(monkeypatch: pytest.Monkey
 def test_the_control_of_arrival_sees_the_form_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_controls, "alone", lambda model, events, by_arrival: sequences.alone(model, events))
     assert failed(run({NAMES[2]})) == {NAMES[2]}
+
+
+def test_the_bounds_of_unit_scale_do_not_follow_the_largest_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the documentation states, also where a value is above 4; inputs four times as large have larger ones."""
+    for name in ("prefill", "paged"):
+        monkeypatch.setattr(Mha, name, lambda *args: None)
+    monkeypatch.setattr(accuracy, "near", lambda what, rows, expected, size: iter([(what, size)]))
+    trial = Trial(torch.device("cpu"), dataclasses.replace(SMALL, prefill_heads=16), torch.bfloat16, 2)
+    sizes = dict(accuracy.mha_accuracy(trial))
+    assert sizes["gain 0.5"] == sizes["paged, gain 0.5"] == 1.0
+    assert sizes["gain 2.0"] == sizes["paged, gain 2.0"] > 4  # so that a quarter of it is above 1 too
