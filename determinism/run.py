@@ -27,8 +27,7 @@ from determinism.models import config_for
 from determinism.report import Report, Row
 from determinism.rows import Plan, lost_row, run_row
 from triton_mla.cli.text import ProgressLine
-from triton_mla.fingerprint import MODEL, numerics_fingerprint, source_digest, source_files
-from triton_mla.tuning import arch_of
+from triton_mla.fingerprint import MODEL, numerics_fingerprint, own_arch, source_digest, source_files
 from triton_mla.verification.environment import describe
 from triton_mla.verification.runner import default_device
 
@@ -122,7 +121,7 @@ def run(
         model=model, sizes=plan.sizes.name, environment=describe(device),
         config={name: str(getattr(config, name)) for name in ("hidden", "layers", "experts", "top_k", "vocab_size", "dtype")},
         fingerprint=numerics_fingerprint(
-            order=config.order, dtype=config.dtype, arch=arch_of(device), kv_lora_rank=config.dims.kv_lora_rank,
+            order=config.order, dtype=config.dtype, arch=own_arch(device), kv_lora_rank=config.dims.kv_lora_rank,
             qk_rope_head_dim=config.dims.qk_rope_head_dim, prefill_order=config.prefill_order,
         ),
         source_digest=source_digest(MODEL), sources=source_files(MODEL),
