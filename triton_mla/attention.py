@@ -14,7 +14,7 @@ from .calls import Given, Query, attend, on_device
 from .kernels.cache import write_kv_cache_kernel
 from .kernels.merge import merge_attn_states_kernel
 from .launch import INTERPRETED, launch
-from .plan import AttentionPlan, check_dims, check_page_size
+from .plan import AttentionPlan
 from .tuning import ReductionOrder
 
 MAX_MERGED_DIM = 1 << 15
@@ -45,8 +45,8 @@ def write_kv_cache(
     num_tokens, R = kv_c.shape
     P = k_pe.shape[1]
     num_pages, page_size, width = cache.shape
-    check_dims(R, P)
-    check_page_size(page_size)
+    checks.row_widths(R, P)
+    checks.page_size(cache)
     checks.no_overlap("kv_cache", cache)
     checks.shape("k_pe", k_pe, (num_tokens, P), "one row for each row of kv_c")
     checks.shape("slot_mapping", slots, (num_tokens,), "one slot for each row of kv_c")
@@ -95,8 +95,8 @@ def mla_decode(
     Raises:
         ValueError: an argument is wrong; nothing has been launched or written.
     """
-    return attend(Given(True, q, kv_cache, block_table, None, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, bool(return_lse), plan, order,
-                        workspace, lse))
+    return attend(Given(True, q, kv_cache, block_table, None, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, return_lse, plan, order, workspace,
+                        lse))
 
 
 def mla_extend(
@@ -116,8 +116,8 @@ def mla_extend(
         seq_lens: [B] int32 tokens of each request, the new ones included.
         The others are as in `mla_decode`, with T in place of B in q, out and lse.
     """
-    return attend(Given(False, q, kv_cache, block_table, cu_seqlens_q, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, bool(return_lse), plan,
-                        order, workspace, lse))
+    return attend(Given(False, q, kv_cache, block_table, cu_seqlens_q, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, return_lse, plan, order,
+                        workspace, lse))
 
 
 def merge_attn_states(

@@ -9,7 +9,7 @@ import torch
 
 from . import checks, hopper_decode
 from .launch import LOG2E, Arguments, PreparedAttention, Strides
-from .plan import AttentionPlan, check_dims, check_page_size, plan_attention
+from .plan import AttentionPlan, plan_attention
 from .tuning import DEFAULT_ORDER, ReductionOrder, arch_of
 
 Query = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -29,18 +29,19 @@ class Given(NamedTuple):
     kv_lora_rank: Any
     k_scale: Any
     out: Any
-    return_lse: bool
+    return_lse: Any
     plan: Any
     order: Any
     workspace: Any
     lse: Any
 
     def facts(self) -> tuple[Any, ...]:
-        """All that the checks look at, but for values in memory. Not hashable, or an AttributeError, where an argument is of a wrong type."""
+        """All that the checks look at, but for values in memory. Where an argument is of a wrong type they are not hashable, or this is an
+        AttributeError, or a RuntimeError of torch."""
         q = self.q
         tensors = (*((q,) if isinstance(q, torch.Tensor) else q), *self[2:6], self.out, self.workspace, self.lse)
-        return (self.decode, self.return_lse, type(self.softmax_scale), self.softmax_scale, type(self.kv_lora_rank), self.kv_lora_rank, self.k_scale,
-                id(self.plan), id(self.order), *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+        return (self.decode, type(self.return_lse), self.return_lse, type(self.softmax_scale), self.softmax_scale, type(self.kv_lora_rank), self.kv_lora_rank,
+                self.k_scale, id(self.plan), id(self.order), *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 class Checked(NamedTuple):
@@ -96,7 +97,7 @@ def _call_of(given: Given) -> Call:
     try:
         facts = given.facts()
         call = _calls.get(facts)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):
         return _prepare(given)  # the checks say which argument it is
     if call is None:
         call = _prepare(given)
@@ -139,8 +140,11 @@ def _run(call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor, workspa
 def _compiled(given: Given) -> Any:
     """Under `torch.compile`: one operator, which plans and allocates for itself."""
     c = _check(given)
-    order = (DEFAULT_ORDER if given.plan is None else given.plan.order) if given.order is None else given.order
-    max_seq_len = c.block_table.shape[1] * c.kv_cache.shape[1] if given.plan is None else given.plan.max_seq_len
+    order = DEFAULT_ORDER if given.order is None else given.order
+    max_seq_len = c.block_table.shape[1] * c.kv_cache.shape[1]
+    if given.plan is not None or given.workspace is not None:  # else the graph may be of other sizes, too
+        plan = _plan_for(given, c)
+        order, max_seq_len = plan.order, plan.max_seq_len
     out, lse = torch.ops.triton_mla.attend(c.q_nope, c.q_pe, c.kv_cache, c.block_table, None if given.decode else c.starts, c.seq_lens, c.scale,
                                            given.kv_lora_rank, max_seq_len, order.block_n, order.kv_split, order.reference_step)
     if given.out is not None:
@@ -155,13 +159,8 @@ def _prepare(given: Given) -> Call:
     num_tokens, num_heads, R = c.q_nope.shape
     num_pages, page_size, _ = c.kv_cache.shape
     device, dtype, capacity = c.kv_cache.device, c.kv_cache.dtype, c.block_table.shape[1] * page_size
-    plan = _plan_for(given.plan, given.order, num_tokens, len(c.seq_lens), num_heads, capacity, R, c.q_pe.shape[2], dtype, page_size, given.decode, device)
+    plan = _plan_for(given, c)
     checks.lengths(c.seq_lens, c.block_table, page_size, num_pages, None if given.decode else c.starts, num_tokens, plan.max_seq_len)
-    if given.workspace is not None:
-        workspace = checks.tensor("workspace", given.workspace, dims=1, dtype=torch.uint8, device=device)
-        if workspace.numel() < plan.workspace_bytes or workspace.data_ptr() % 16:
-            raise ValueError(f"workspace has {workspace.numel()} bytes at {workspace.data_ptr():#x}; it must have at least "
-                             f"plan.workspace_bytes={plan.workspace_bytes}, aligned to 16")
     out_strides = (num_heads * R, R) if given.out is None else given.out.stride()[:2]
     strides = Strides(c.q_nope.stride()[:2], c.q_pe.stride()[:2], c.kv_cache.stride()[:2], c.block_table.stride(0), out_strides)
     if plan.schedule.form == "hopper" and not hopper_decode.serves(plan, strides, num_pages):
@@ -174,15 +173,18 @@ def _check(given: Given) -> Checked:
     """All that can be checked without a plan and without the values of the integers."""
     scale = checks.softmax_scale(given.softmax_scale)
     checks.no_scale(given.k_scale)
+    checks.boolean("return_lse", given.return_lse)
+    if given.order is not None and not isinstance(given.order, ReductionOrder):
+        raise ValueError(f"order={given.order!r} must be a ReductionOrder, or None")
     cache = checks.tensor("kv_cache", given.kv_cache, dims=3)
     checks.float_dtype("kv_cache", cache)
     device, dtype, R = cache.device, cache.dtype, given.kv_lora_rank
-    P = cache.shape[2] - R if isinstance(R, int) else -1
-    check_dims(R, P)
-    check_page_size(cache.shape[1])
+    P = checks.latent_dims(R, cache.shape[2])
+    checks.page_size(cache)
     checks.paged_cache(cache)
     q_nope, q_pe = _split_query(given.q, R, P, dtype, device)
     num_tokens, num_heads, _ = q_nope.shape
+    checks.heads(num_heads)
     table = checks.tensor("block_table", given.block_table, dims=2, dtype=torch.int32, device=device)
     lens = checks.tensor("seq_lens", given.seq_lens, dims=1, dtype=torch.int32, device=device)
     batch_size = lens.shape[0]
@@ -205,6 +207,8 @@ def _check(given: Given) -> Checked:
         checks.shape("lse", lse, (num_tokens, num_heads), "one value for each query row")
         if not lse.is_contiguous():
             raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous")
+    if given.workspace is not None:
+        checks.tensor("workspace", given.workspace, dims=1, dtype=torch.uint8, device=device)
     return Checked(scale, q_nope, q_pe, cache, table, starts, lens)
 
 
@@ -224,9 +228,14 @@ def _split_query(q: Any, R: int, P: int, dtype: torch.dtype, device: torch.devic
     return q_nope, q_pe
 
 
-@lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def device_facts(device: torch.device) -> tuple[str, int]:
     """(architecture name, multiprocessors)"""
+    return _device_facts(device)
+
+
+@lru_cache(maxsize=64)
+def _device_facts(device: torch.device) -> tuple[str, int]:
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return arch_of(device), sms
 
@@ -234,27 +243,26 @@ def device_facts(device: torch.device) -> tuple[str, int]:
 _cached_plan = lru_cache(maxsize=1024)(plan_attention)
 
 
-def _plan_for(
-    plan: Any, order: Any, num_tokens: int, batch_size: int, num_heads: int, capacity: int, R: int, P: int, dtype: torch.dtype, page_size: int,
-    decode: bool, device: torch.device,
-) -> AttentionPlan:
-    """The caller's plan, if it fits this call, else one from the cache of plans."""
-    arch, num_sms = device_facts(device)
-    if order is not None and not isinstance(order, ReductionOrder):
-        raise ValueError(f"order={order!r} must be a ReductionOrder, or None")
+def _plan_for(given: Given, c: Checked) -> AttentionPlan:
+    """The caller's plan, if it fits this call, else one from the cache of plans; and the workspace has room for it."""
+    plan, order = given.plan, given.order
+    num_tokens, num_heads, R = c.q_nope.shape
+    page_size = c.kv_cache.shape[1]
+    arch, num_sms = device_facts(c.kv_cache.device)
+    call = {"num_tokens": num_tokens, "batch_size": c.seq_lens.shape[0], "num_heads": num_heads, "kv_lora_rank": R, "qk_rope_head_dim": c.q_pe.shape[2],
+            "dtype": c.kv_cache.dtype, "page_size": page_size, "decode": given.decode, "arch": arch}
     if plan is None:
-        return _cached_plan(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=capacity, kv_lora_rank=R,
-                            qk_rope_head_dim=P, dtype=dtype, page_size=page_size, decode=decode, arch=arch, num_sms=num_sms,
-                            order=DEFAULT_ORDER if order is None else order)
-    if not isinstance(plan, AttentionPlan):
+        make = plan_attention if torch.compiler.is_compiling() else _cached_plan
+        plan = make(**call, max_seq_len=c.block_table.shape[1] * page_size, num_sms=num_sms, order=DEFAULT_ORDER if order is None else order)
+    elif not isinstance(plan, AttentionPlan):
         raise ValueError(f"plan={plan!r} must be an AttentionPlan, as plan_attention returns it")
-    call = {"num_tokens": num_tokens, "batch_size": batch_size, "num_heads": num_heads, "kv_lora_rank": R, "qk_rope_head_dim": P, "dtype": dtype,
-            "page_size": page_size, "decode": decode, "arch": arch}
     for name, value in call.items():
         if getattr(plan, name) != value:
             raise ValueError(f"plan.{name}={getattr(plan, name)!r} must be {value!r}, as in this call")
     if order is not None and order != plan.order:
         raise ValueError(f"order={order!r} must be the plan's {plan.order!r}, or None")
+    if given.workspace is not None and given.workspace.numel() < plan.workspace_bytes:
+        raise ValueError(f"workspace has {given.workspace.numel()} bytes; it must have at least plan.workspace_bytes={plan.workspace_bytes}")
     return plan
 
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
-from .launch import INTERPRETED
-from .plan import DTYPES
+from . import launch
+from .plan import DTYPES, MAX_NUM_HEADS, check_dims, check_page_size
 from .tuning import ARCHITECTURES, arch_of
+
+_LANGUAGE_INTERPRETED = not isinstance(tl.cdiv, triton.runtime.JITFunction)
+# Functions of Triton and of this package call each other: TRITON_INTERPRET is read when each is imported.
+INTERPRETED = launch.INTERPRETED and _LANGUAGE_INTERPRETED
+MIXED = launch.INTERPRETED != _LANGUAGE_INTERPRETED
 
 
 def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-    """``value`` if it is a tensor of this rank, dtype and device whose last dimension is contiguous.
+    """``value`` if it is a dense, strided tensor of this rank, dtype and device whose last dimension is contiguous.
 
     Without ``device`` it is the tensor that decides where the call runs.
     """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}={value!r} must be a torch.Tensor")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "is nested" if value.is_nested else f"has layout {value.layout}"
+        raise ValueError(f"{name} {kind}; it must be a dense, strided tensor")
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have {dims} dimensions")
     if dtype is not None and value.dtype != dtype:
@@ -40,6 +52,37 @@ def no_overlap(name: str, value: torch.Tensor) -> None:
             if stride < reach:
                 raise ValueError(f"{name} has shape {tuple(value.shape)} and strides {value.stride()}; it must not overlap itself, since it is written to")
             reach += stride * (size - 1)
+
+
+def _reworded(what: str, check: Callable[..., None], *values: object) -> None:
+    """A check of plan.py, in whose message ``what`` takes the place of an argument that the caller has not given."""
+    try:
+        check(*values)
+    except ValueError as error:
+        raise ValueError(f"{what} {str(error).partition(' ')[2]}") from None
+
+
+def latent_dims(kv_lora_rank: Any, width: int) -> int:
+    """Rope columns of a cache of this width."""
+    check_dims(kv_lora_rank, 0)
+    P: int = width - kv_lora_rank
+    _reworded(f"kv_lora_rank={kv_lora_rank} leaves {P} of kv_cache's {width} columns to the rope key; they", check_dims, kv_lora_rank, P)
+    return P
+
+
+def row_widths(R: int, P: int) -> None:
+    """Columns of kv_c and k_pe."""
+    _reworded(f"kv_c has {R} columns; they", check_dims, R, 0)
+    _reworded(f"k_pe has {P} columns; they", check_dims, R, P)
+
+
+def heads(num_heads: int) -> None:
+    if not 1 <= num_heads <= MAX_NUM_HEADS:
+        raise ValueError(f"q has {num_heads} heads; they must be from 1 to {MAX_NUM_HEADS}")
+
+
+def page_size(cache: torch.Tensor) -> None:
+    _reworded(f"kv_cache has pages of {cache.shape[1]} tokens; they", check_page_size, cache.shape[1])
 
 
 def paged_cache(cache: torch.Tensor) -> None:
@@ -64,12 +107,14 @@ _arch = lru_cache(maxsize=64)(arch_of)
 def runnable(device: torch.device, name: str = "device") -> None:
     """Kernels run on a GPU that has a table of schedules, or on the CPU through Triton's interpreter. ``name``: of what is on the device."""
     where = f"{name} is on {device}" if name != "device" else f"device={device}"
-    if device.type == "cpu" and not INTERPRETED:
-        raise ValueError(f"{where}, which needs Triton's interpreter: set TRITON_INTERPRET=1 in the environment before triton is imported")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{where}; it must be on a cuda device, or on the cpu with TRITON_INTERPRET=1")
-    # while torch.compile traces, the operator's own call is still to come
-    if device.type == "cuda" and not torch.compiler.is_compiling() and _arch(device) not in ARCHITECTURES:
+    known = torch.compiler.is_compiling() or MIXED or _arch(device) in ARCHITECTURES  # while torch.compile traces, the operator's own call is still to come
+    if device.type == "cpu" and not (INTERPRETED and known):
+        raise ValueError(f"{where}, which needs Triton's interpreter: set TRITON_INTERPRET=1 in the environment before triton is imported, and leave it set")
+    if MIXED:
+        raise ValueError(f"{where}; TRITON_INTERPRET must not change between the imports of triton and of triton_mla: set or unset it before both")
+    if not known:
         raise ValueError(f"{where}, a GPU of {_arch(device)}; kernels have schedules for {', '.join(sorted(set(ARCHITECTURES) - {'interpreter'}))}")
 
 
@@ -81,6 +126,11 @@ def softmax_scale(value: object) -> float:
             "it cannot be derived from the latent dims"
         )
     return float(value)
+
+
+def boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def no_scale(k_scale: object) -> None:

@@ -136,6 +136,78 @@ def test_inside_torch_compile(mla, pool):
     replace(expected, out=out, lse=lse).assert_same(expected)
 
 
+@pytest.fixture(scope="module")
+def small(mla):
+    """A batch of two rows, its plan and a workspace."""
+    batch = mla.batch([Request(2 * mla.order.kv_split + 5, key=1), Request(9, key=2)])
+    plan = mla.plan("decode", batch)
+    return batch, plan, torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=mla.device)
+
+
+def compiled(mla, batch, fullgraph=False, **options):
+    torch._dynamo.reset()
+    return torch.compile(mla_decode, backend="eager", fullgraph=fullgraph)(
+        batch.q,
+        batch.kv_cache,
+        batch.block_table,
+        batch.seq_lens,
+        softmax_scale=batch.softmax_scale,
+        kv_lora_rank=batch.kv_lora_rank,
+        **{"order": mla.order, "return_lse": True, **options},
+    )
+
+
+def test_a_plan_inside_torch_compile(mla, small):
+    batch, plan, workspace = small
+    expected = mla.decode(batch)
+    for options in (
+        {"plan": plan},
+        {"plan": plan, "order": replace(plan.order)},
+        {"plan": plan, "order": None, "workspace": workspace},
+        {"workspace": workspace},
+    ):
+        out, lse = compiled(mla, batch, fullgraph=True, **options)
+        replace(expected, out=out, lse=lse).assert_same(expected)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # the repr of an order, where it is refused
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"plan": {"num_tokens": 3}}, "plan.num_tokens=3 must be 2"),
+        ({"plan": {"batch_size": 3}}, "plan.batch_size=3 must be 2"),
+        ({"plan": {"num_heads": 7}}, "plan.num_heads=7 must be"),
+        ({"plan": {"kv_lora_rank": 32}}, "plan.kv_lora_rank=32 must be"),
+        ({"plan": {"page_size": 1}}, "plan.page_size=1 must be"),
+        ({"plan": {"decode": False}}, "plan.decode=False must be True"),
+        ({"plan": {"arch": "gfx942"}}, "plan.arch='gfx942' must be"),
+        ({"plan": "zzz"}, "plan='zzz' must be an AttentionPlan"),
+        ({"plan": {}, "order": {"kv_split": 4096}}, "order=.*must be the plan's"),
+        ({"order": "zzz"}, "order='zzz' must be a ReductionOrder"),
+        ({"workspace": "zzz"}, "workspace='zzz' must be a torch.Tensor"),
+        ({"workspace": torch.int8}, "workspace has dtype torch.int8"),
+        ({"workspace": torch.uint8}, "workspace has 1 bytes"),
+        ({"workspace": torch.uint8, "plan": {}}, "workspace has 1 bytes"),
+        ({"return_lse": "no"}, "return_lse='no' must be"),
+    ],
+)
+def test_what_eager_refuses_is_refused_inside_torch_compile(mla, small, changes, match):
+    batch, plan, _ = small
+    options = dict(changes)
+    if isinstance(options.get("plan"), dict):
+        options["plan"] = replace(plan, **options["plan"])
+    if isinstance(options.get("order"), dict):
+        options["order"] = replace(mla.order, **options["order"])
+    if isinstance(options.get("workspace"), torch.dtype):
+        options["workspace"] = torch.empty(1, dtype=options["workspace"], device=mla.device)
+    with pytest.raises(ValueError, match=match):
+        mla.decode(batch, **options)
+    with pytest.raises(ValueError, match=match):
+        compiled(mla, batch, **options)
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # while it is traced
+        compiled(mla, batch, fullgraph=True, **options)
+
+
 @pytest.mark.parametrize("op", ["decode", "extend"])
 def test_a_plan_and_its_workspace_are_used_again(mla, op):
     split = mla.order.kv_split
@@ -184,7 +256,18 @@ def test_a_call_that_repeats_an_earlier_one_in_all_but_values(mla, op):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"softmax_scale": True}, {"softmax_scale": "1"}, {"softmax_scale": [1.0]}, {"kv_lora_rank": 64.0}, {"k_scale": 1.0}, {"k_scale": []}, {"q": [1]}]
+    "wrong",
+    [
+        {"softmax_scale": True},
+        {"softmax_scale": "1"},
+        {"softmax_scale": [1.0]},
+        {"kv_lora_rank": 64.0},
+        {"k_scale": 1.0},
+        {"k_scale": []},
+        {"q": [1]},
+        {"return_lse": 1},
+        {"return_lse": "no"},
+    ],
 )
 def test_a_good_call_does_not_let_a_bad_one_pass(mla, wrong):
     small = replace(mla, kv_lora_rank=64, qk_rope_head_dim=16)

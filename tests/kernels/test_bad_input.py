@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from triton_mla import mla_decode, mla_extend
+from triton_mla import mla_decode, mla_extend, write_kv_cache
 from triton_mla.testing import Request
 from triton_mla.tuning import ReductionOrder
 
@@ -141,12 +141,73 @@ def test_query_pair(good, op):
 
 @both
 def test_no_heads(good, op):
-    refuse(op, good, "num_heads", q=good["q"][:, :0], out=good["out"][:, :0], lse=good["lse"][:, :0])
+    refuse(op, good, "^q has 0 heads.*128", q=good["q"][:, :0], out=good["out"][:, :0], lse=good["lse"][:, :0])
 
 
 @both
 def test_too_many_heads(good, op):
-    refuse(op, good, "num_heads", q=good["q"].repeat(1, 129, 1), out=None, lse=None)
+    refuse(op, good, f"^q has {129 * good['q'].shape[1]} heads.*128", q=good["q"].repeat(1, 129, 1), out=None, lse=None)
+
+
+@both
+@pytest.mark.parametrize("page_size", [8, 24])
+def test_page_size(good, op, page_size):
+    pages = good["kv_cache"].repeat(1, 2, 1)[:, :page_size]
+    refuse(op, good, f"^kv_cache has pages of {page_size} tokens.*1 or a multiple of 16", kv_cache=pages)
+
+
+@both
+@pytest.mark.parametrize("width, rest", [(-16, "-16"), (8, "8"), (80, "80")])
+def test_a_rank_that_leaves_no_rope_key(good, op, width, rest):
+    rank = good["kv_lora_rank"]
+    cache = good["kv_cache"].new_zeros(*good["kv_cache"].shape[:2], rank + width)
+    refuse(op, good, f"^kv_lora_rank={rank} leaves {rest} of kv_cache's {rank + width} columns.*0 or a multiple of 16 up to 64", kv_cache=cache)
+
+
+@pytest.mark.parametrize("R, P, width, match", [(24, 16, 40, "^kv_c has 24 columns.*16 to 512"), (64, 8, 72, "^k_pe has 8 columns.*up to 64")])
+def test_widths_of_what_is_written(mla, R, P, width, match):
+    with pytest.raises(ValueError, match=match):
+        write(mla, R, P, torch.zeros(1, 16, width, dtype=mla.dtype, device=mla.device))
+
+
+def test_page_size_of_what_is_written_to(mla):
+    with pytest.raises(ValueError, match="^kv_cache has pages of 8 tokens.*1 or a multiple of 16"):
+        write(mla, 64, 16, torch.zeros(1, 8, 80, dtype=mla.dtype, device=mla.device))
+
+
+def write(mla, R, P, cache):
+    c, pe = torch.ones(1, R, dtype=mla.dtype, device=mla.device), torch.ones(1, P, dtype=mla.dtype, device=mla.device)
+    write_kv_cache(c, pe, cache, torch.zeros(1, dtype=torch.int64, device=mla.device))
+
+
+LAYOUTS = {
+    "nested": lambda t: torch.nested.nested_tensor(list(t)),
+    "jagged": lambda t: torch.nested.nested_tensor(list(t), layout=torch.jagged),
+    "sparse_coo": lambda t: t.to_sparse(),
+    "sparse_csr": lambda t: t.flatten(1).to_sparse_csr(),
+}
+
+
+@both
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["q", "kv_cache", "block_table", "out", "lse", "workspace"])
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta) (stage|state)")
+def test_layout(good, op, name, layout):
+    given = good["q"].new_zeros(2, 64, dtype=torch.uint8) if name == "workspace" else good[name]
+    refuse(op, good, f"^{name} .*dense, strided tensor", **{name: LAYOUTS[layout](given)})
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta) (stage|state)")
+def test_layout_in_a_pair(good):
+    nope, pe = good["q"].split([good["kv_lora_rank"], good["q"].shape[2] - good["kv_lora_rank"]], -1)
+    refuse("decode", good, r"^q\[1\] is nested.*dense, strided tensor", q=(nope, torch.nested.nested_tensor(list(pe))))
+
+
+@both
+@pytest.mark.parametrize("value", ["no", 1, 0, None, torch.tensor(True)])
+def test_return_lse_is_a_bool(good, op, value):
+    call(op, {**good, "out": None, "lse": None})
+    refuse(op, good, "^return_lse=.*True or False", return_lse=value)
 
 
 @both
@@ -267,7 +328,18 @@ def test_table_too_narrow(good, op):
     assert "40" in message
 
 
-def test_cpu_tensors_without_the_interpreter():
+BEFORE = {
+    "off": (None, ""),
+    "on after triton": (None, "import os, triton; os.environ['TRITON_INTERPRET'] = '1'"),
+    "on after both": (None, "import os, triton_mla; os.environ['TRITON_INTERPRET'] = '1'"),
+    "off after triton": ("1", "import os, triton; del os.environ['TRITON_INTERPRET']"),
+    "off after both": ("1", "import os, triton_mla; del os.environ['TRITON_INTERPRET']"),
+}
+
+
+@pytest.mark.parametrize("interpreter", BEFORE)
+def test_cpu_tensors_without_the_interpreter(interpreter):
+    value, before = BEFORE[interpreter]
     script = """
 import torch
 from triton_mla import merge_attn_states, mla_decode, mla_extend, write_kv_cache
@@ -286,13 +358,22 @@ for call in calls:
     try:
         call()
     except ValueError as error:
-        assert "TRITON_INTERPRET=1" in str(error), error
+        assert "set TRITON_INTERPRET=1 in the environment before triton is imported" in str(error), error
     else:
         raise SystemExit("no error")
 """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    env |= {} if value is None else {"TRITON_INTERPRET": value}
+    done = subprocess.run([sys.executable, "-c", before + script], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_with_kernels_of_two_kinds(monkeypatch):
+    from triton_mla import checks
+
+    monkeypatch.setattr(checks, "MIXED", True)
+    with pytest.raises(ValueError, match="^q is on cuda.*TRITON_INTERPRET must not change"):
+        checks.runnable(torch.device("cuda"), "q")
 
 
 @both
@@ -309,8 +390,6 @@ def test_an_out_that_overlaps_itself(good, op):
 
 
 def test_a_cache_that_overlaps_itself(mla):
-    from triton_mla import write_kv_cache
-
     cache = torch.zeros(1, 16, 80, dtype=mla.dtype, device=mla.device)
     c, pe, slots = torch.ones(1, 64, dtype=mla.dtype, device=mla.device), cache[0, :1, :16], torch.zeros(1, dtype=torch.int64, device=mla.device)
     with pytest.raises(ValueError, match="kv_cache has shape.*overlap"):
