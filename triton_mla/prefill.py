@@ -13,7 +13,7 @@ import torch
 
 from . import checks
 from .calls import on_device
-from .plan import DEFAULT_CHUNK_TOKENS, MAX_NUM_HEADS, check_dims, check_head_dims, check_page_size, plan_prefill
+from .plan import DEFAULT_CHUNK_TOKENS, check_dims, check_head_dims, plan_prefill
 from .prefill_launch import PrefillState, attend, attend_paged, project
 from .tuning import DEFAULT_PREFILL_ORDER, ROW_SUMS, PrefillOrder, PrefillSchedule
 
@@ -53,6 +53,8 @@ def mla_prefill(
         ValueError: an argument is wrong; nothing has been launched or written.
     """
     scale = checks.softmax_scale(softmax_scale)
+    for name, value in (("causal", causal), ("return_lse", return_lse), ("return_state", return_state)):
+        checks.boolean(name, value)
     q = checks.tensor("q", q, dims=3)
     checks.float_dtype("q", q)
     device, dtype = q.device, q.dtype
@@ -62,7 +64,7 @@ def mla_prefill(
     num_tokens, num_heads, _ = q.shape
     num_keys, _, nope = k_nope.shape
     P, V = k_pe.shape[1], v.shape[2]
-    _check_heads(num_heads)
+    checks.heads(num_heads)
     check_head_dims(nope, P, V)
     checks.shape("q", q, (num_tokens, num_heads, nope + P), "the columns of k_nope and k_pe")
     checks.shape("k_nope", k_nope, (num_keys, num_heads, nope), "the heads of q")
@@ -89,7 +91,7 @@ def mla_prefill(
         _check_starts("cu_seqlens_q", starts, num_tokens, "q")
         _check_starts("cu_seqlens_k", key_starts, num_keys, "k_nope")
     if compiling:
-        return _compiled(q, k_nope, k_pe, v, starts, key_starts, scale, bool(causal), positions, state, return_lse, return_state, out, order)
+        return _compiled(q, k_nope, k_pe, v, starts, key_starts, scale, causal, positions, state, return_lse, return_state, out, order)
     resume = state is not None
     if return_state and state is None:
         state = _new_state(q, V, order)  # the kernel writes all of it
@@ -98,7 +100,7 @@ def mla_prefill(
         out = torch.empty((num_tokens, num_heads, V), dtype=dtype, device=device)
     with on_device(device):
         attend(q, k_nope, k_pe, v, q if out is None else out, lse if return_lse else None, state, starts, key_starts, positions, scale, order, schedule,
-               resume=resume, keep=return_state, causal=bool(causal), kv_limit=num_keys, mean_keys=num_keys // max(starts.numel() - 1, 1))
+               resume=resume, keep=return_state, causal=causal, kv_limit=num_keys, mean_keys=num_keys // max(starts.numel() - 1, 1))
     if return_state:
         return state
     return (out, lse) if return_lse else out
@@ -136,18 +138,18 @@ def mla_prefill_paged(
         ValueError: an argument is wrong; nothing has been launched or written.
     """
     scale = checks.softmax_scale(softmax_scale)
+    checks.boolean("return_lse", return_lse)
     cache = checks.tensor("kv_cache", kv_cache, dims=3)
     checks.float_dtype("kv_cache", cache)
     device, dtype = cache.device, cache.dtype
     num_pages, page_size, width = cache.shape
-    P = width - kv_lora_rank if isinstance(kv_lora_rank, int) else -1
-    check_dims(kv_lora_rank, P)
+    P = checks.latent_dims(kv_lora_rank, width)
     check_head_dims(qk_nope_head_dim, P, v_head_dim)
-    check_page_size(page_size)
+    checks.page_size(cache)
     checks.paged_cache(cache)
     q = checks.tensor("q", q, dims=3, dtype=dtype, device=device)
     num_tokens, num_heads, _ = q.shape
-    _check_heads(num_heads)
+    checks.heads(num_heads)
     checks.shape("q", q, (num_tokens, num_heads, qk_nope_head_dim + P), "qk_nope_head_dim columns and those that kv_cache has past kv_lora_rank")
     weight = checks.tensor("w_kv_b", w_kv_b, dims=2, dtype=dtype, device=device)
     checks.shape("w_kv_b", weight, (num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank), "keys' and values' rows for each head of q")
@@ -224,11 +226,6 @@ def prefill_workspace_bytes(**sizes: Any) -> int:
     ``max_seq_len`` is that of the call, or the capacity of its block table where the call gives none.
     """
     return plan_prefill(**sizes).workspace_bytes
-
-
-def _check_heads(num_heads: int) -> None:
-    if not 1 <= num_heads <= MAX_NUM_HEADS:
-        raise ValueError(f"num_heads={num_heads} of q must be from 1 to {MAX_NUM_HEADS}")
 
 
 def _check_out(out: Any, num_tokens: int, num_heads: int, V: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:

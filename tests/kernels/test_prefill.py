@@ -217,6 +217,8 @@ def test_refused_values(good, mha):
     for order in (3, "tree", PrefillSchedule()):
         refuse(good, "order", order=order)
     refuse(good, "schedule", schedule=mha.order)
+    for name in ("causal", "return_lse", "return_state"):
+        refuse(good, f"{name}='no'", **{name: "no"})
     at = torch.zeros(2, dtype=torch.int32, device=mha.device)
     refuse(good, "positions", positions=at, causal=False)
     for bad in (at[:1], at.long(), [0, 0]):
@@ -226,7 +228,7 @@ def test_refused_values(good, mha):
     with pytest.raises(ValueError, match="qk_nope_head_dim=8"):
         small = {**good, "k_nope": good["k_nope"][..., :8], "q": good["q"][..., : 8 + mha.rope]}
         mla_prefill(**small)
-    with pytest.raises(ValueError, match="num_heads=0"):
+    with pytest.raises(ValueError, match="q has 0 heads"):
         mla_prefill(**{**good, "q": good["q"][:, :0]})
 
 

@@ -190,7 +190,7 @@ def test_refused_tensors(good, name):
     if name != "kv_cache":
         refuse(good, "q|w_kv_b|block_table|cu_seqlens_q|out", **{name: value[:-1]})
     if value.is_floating_point():
-        refuse(good, "q|w_kv_b|qk_rope_head_dim|out", **{name: value[..., :-1]})
+        refuse(good, "q|w_kv_b|kv_lora_rank|out", **{name: value[..., :-1]})
 
 
 def test_no_chunk_lies_past_the_table(mha, monkeypatch):
