@@ -111,7 +111,8 @@ def test_sizes_that_it_serves() -> None:
 
 
 @pytest.mark.parametrize("page_size, form", [(64, "hopper"), (1, "one_pass")])
-def test_what_the_table_takes(page_size: int, form: str) -> None:
+def test_what_a_table_with_it_takes(monkeypatch: pytest.MonkeyPatch, page_size: int, form: str) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "sm_90", replace(ARCHITECTURES["sm_90"], hopper=HOPPER))
     plan = plan_attention(num_tokens=64, batch_size=64, num_heads=128, max_seq_len=8192, page_size=page_size)
     assert (plan.schedule.form, plan.schedule.block_rows) == (form, 64)
     assert plan.portable().schedule == ARCHITECTURES["sm_90"].rows64

@@ -27,7 +27,7 @@ pytestmark = [
 SPLITS = 4
 INTEGERS = {"ROWS": "*i32", "GROUP_STARTS": "*i32", "PLACES": "*i32", "WEIGHTS": "*fp32", "PARTIALS": "*fp32"}
 LINEAR = ("stride_a_k", "stride_b_k")
-CASES = [pytest.param(arch, tile, id=f"{arch}-{i}") for arch in ("sm_80", "sm_90", "sm_100") for i, (_, _, tile) in enumerate(TILES.get(arch, TILES["other"]))]
+CASES = [pytest.param(arch, tile, id=f"{arch}-{i}") for arch in ("sm_90", "sm_100") for i, (_, _, tile) in enumerate(TILES.get(arch, TILES["other"]))]
 
 
 def build(arch: str, kernel: Any, constants: dict[str, Any], tile: Tile, dtype: torch.dtype, **types: str) -> str:
