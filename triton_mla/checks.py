@@ -66,7 +66,7 @@ def latent_dims(kv_lora_rank: Any, width: int) -> int:
     """Rope columns of a cache of this width."""
     check_dims(kv_lora_rank, 0)
     P: int = width - kv_lora_rank
-    _reworded(f"kv_lora_rank={kv_lora_rank} leaves {P} of kv_cache's {width} columns to the rope key; they", check_dims, kv_lora_rank, P)
+    _reworded(f"kv_lora_rank={kv_lora_rank} leaves {P} of kv_cache's {width} columns to the rope key (qk_rope_head_dim); they", check_dims, kv_lora_rank, P)
     return P
 
 
