@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 # triton reads this variable when it is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
 
+from lanes import DTYPES, INTERPRETED, ON_GPU, dirty_memory  # noqa: E402
 from prefill_cases import Mha  # noqa: E402
 
 from triton_mla.reference import mla_absorbed  # noqa: E402
@@ -29,7 +27,6 @@ from triton_mla.testing import (  # noqa: E402
     make_paged_batch,
 )
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OUT_ATOL = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LSE_ATOL = 1e-4
 
@@ -39,20 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@contextmanager
-def dirty_memory() -> Iterator[None]:
-    """Memory that torch leaves uninitialised holds NaN, or the largest integer of its type."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 @dataclass(frozen=True)

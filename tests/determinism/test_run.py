@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ON_GPU
 from fake_model import FORMS, FakeModel
+from lanes import ON_GPU
 
 from determinism import scenarios
 from determinism.controls import SPLIT_BY_ROWS

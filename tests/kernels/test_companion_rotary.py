@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DTYPES, dirty_memory
+from lanes import DTYPES, dirty_memory
 
 from triton_mla.companion.rotary import rotary_embedding
 from triton_mla.testing import assert_bitwise_equal, bitwise_equal

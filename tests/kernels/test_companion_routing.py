@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import dirty_memory
+from lanes import dirty_memory
 
 from triton_mla.companion.routing import route_tokens
 from triton_mla.testing import assert_bitwise_equal, bitwise_equal

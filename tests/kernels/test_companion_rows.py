@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DTYPES, INTERPRETED, ON_GPU, dirty_memory
+from lanes import DTYPES, INTERPRETED, ON_GPU, dirty_memory
 
 from triton_mla.companion import rows
 from triton_mla.companion.rows import RowOrder, RowTile, log_softmax, mean, rms_norm, row_order, silu_and_mul, softmax
