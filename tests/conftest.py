@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -224,3 +225,26 @@ def mha(mla: Mla) -> Mha:
 def mha_each(request: pytest.FixtureRequest, mha: Mha) -> Mha:
     """`mha` in each dtype."""
     return mha.with_(dtype=DTYPES[request.param])
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """The calls of companion ops, by thread and name."""
+    from triton_mla.companion import products, rows
+
+    seen: list[tuple[int, str]] = []
+
+    def count(module: Any, name: str) -> None:
+        op = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            seen.append((threading.get_ident(), name))
+            return op(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    for name in ("matmul", "linear", "grouped_linear"):
+        count(products, name)
+    for name in ("softmax", "log_softmax", "mean", "rms_norm"):
+        count(rows, name)
+    return seen

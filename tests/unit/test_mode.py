@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from triton_mla import mode
-from triton_mla.companion import products, rows
+from triton_mla.companion import products
 from triton_mla.errors import UnsupportedError
 from triton_mla.mode import batch_invariant_mode, disable_batch_invariant_mode, enable_batch_invariant_mode, is_batch_invariant_mode
 from triton_mla.testing import assert_bitwise_equal
@@ -58,27 +58,6 @@ def untouched():
     disable_batch_invariant_mode()
     assert registered() == before and switches() == settings
     assert mode._installed is None and not mode._open and not is_batch_invariant_mode()
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The calls of companion ops, by thread and name."""
-    seen = []
-
-    def count(module, name):
-        op = getattr(module, name)
-
-        def counted(*args, **kwargs):
-            seen.append((threading.get_ident(), name))
-            return op(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counted)
-
-    for name in ("matmul", "linear", "grouped_linear"):
-        count(products, name)
-    for name in ("softmax", "log_softmax", "mean", "rms_norm"):
-        count(rows, name)
-    return seen
 
 
 @pytest.fixture
