@@ -42,7 +42,7 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple
     device = driver.active.get_current_device()
     key = (id(kernel), device, key)
     compiled = _compiled.get(key)
-    if compiled is None or _hooked():
+    if compiled is None or hooked():
         try:
             compiled = _compiled[key] = kernel[grid](*args, **constants, **options, enable_fp_fusion=False)
         except OutOfResources as error:
@@ -53,7 +53,8 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple
     return compiled
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
+    """Whether a profiler wants to see each launch."""
     hook = knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
@@ -197,7 +198,7 @@ class PreparedAttention:
 
     def run_ready(self, args: Arguments, device: int) -> bool:
         """Launch for addresses on the current device, all but those of integers divisible by 16; False if `run` must do it."""
-        if not self._ready or _hooked():
+        if not self._ready or hooked():
             return False
         stream = driver.active.get_current_stream(device)
         for run, x, y, function, metadata, pick, rest in self._ready:
