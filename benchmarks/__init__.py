@@ -1,5 +1,5 @@
 """Timings of the package's ops beside other implementations, each checked against float64 before it is timed.
 
-`python -m benchmarks.run` measures the named rows, `python -m benchmarks.search_split` the split sizes and schedules.
-Both need a CUDA device; nothing here is imported by the package.
+`triton-mla bench`, or `python -m benchmarks`, measures suites of workloads, and `python -m benchmarks.search_split` split sizes and schedules.
+Both need a CUDA device; the package imports nothing of this but for its command.
 """

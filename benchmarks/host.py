@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import multiprocessing
 import pkgutil
 import random
@@ -13,14 +12,13 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import triton_mla.kernels
-from benchmarks.implementations import REGISTRY, Call
+from benchmarks.implementation import Call
 from benchmarks.peers import Peers
+from benchmarks.registry import REGISTRY
 from benchmarks.runner import reason
 from benchmarks.timing import Timing, host_time
-from benchmarks.workloads import RANK, ROPE, SOFTMAX_SCALE, Inputs, decode, make_inputs
+from benchmarks.workloads import RANK, ROPE, SOFTMAX_SCALE, Inputs, decode
 from triton_mla import mla_decode
-
-log = logging.getLogger(__name__)
 
 HOST_WORKLOAD = decode(16, 8, 1024)
 """Small, so that the device always waits for the host."""
@@ -35,26 +33,27 @@ def plain_call(inputs: Inputs) -> Call:
 
 
 def measure_host_times(
-    peers: Peers, names: tuple[str, ...] = ("flashmla", "fa3_mla_auto", "vllm_triton_1")
-) -> dict[str, Timing]:
-    """Host time of one asynchronous decode call: this package, plain and with everything reused, and peers."""
-    inputs = make_inputs(HOST_WORKLOAD, "cuda")
+    peers: Peers, names: Sequence[str] = ("flashmla", "fa3_mla_auto", "vllm_triton_1")
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Host time of one asynchronous decode call: this package, plain and with everything reused, and peers; and why some have none."""
+    inputs, decodes = HOST_WORKLOAD.make_inputs("cuda"), REGISTRY["decode"]
     times = {"triton_mla": host_time(plain_call(inputs))}
-    times["triton_mla reused"] = host_time(REGISTRY["triton_mla"](inputs, peers))
+    times["triton_mla reused"] = host_time(decodes["triton_mla"].prepare(inputs, peers))
+    failed = {}
     for name in names:
+        if decodes[name].available(peers):
+            continue
         try:
-            times[name] = host_time(REGISTRY[name](inputs, peers))
+            times[name] = host_time(decodes[name].prepare(inputs, peers))
         except Exception as error:
-            log.warning("host time: %s left out: %s", name, reason(error))
-    return times
+            failed[name] = reason(error)
+    return times, failed
 
 
 def kernel_functions() -> dict[str, JITFunction]:
     """Every jit function of the package's kernel modules, by name; one that others import is listed once."""
-    modules = [
-        importlib.import_module(f"{triton_mla.kernels.__name__}.{info.name}")
-        for info in pkgutil.iter_modules(triton_mla.kernels.__path__)
-    ]
+    prefix = f"{triton_mla.kernels.__name__}."
+    modules = [importlib.import_module(info.name) for info in pkgutil.walk_packages(triton_mla.kernels.__path__, prefix)]
     found = {
         id(value): value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)
     }

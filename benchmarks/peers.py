@@ -1,12 +1,13 @@
-"""Other implementations, loaded from a folder that holds their files; none is needed.
+"""Other implementations, loaded from a folder that holds their files or imported where they are installed; none is needed.
 
 The folder (searched whole) may hold these files of a vLLM wheel: `_flashmla_C.abi3.so`, `_vllm_fa3_C.abi3.so` and
-`triton_decode_attention.py`. They are loaded alone, without vLLM.
+`triton_decode_attention.py`. They are loaded alone, without vLLM. SGLang and FlashInfer are imported.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import sys
 import types
@@ -26,10 +27,10 @@ class Unavailable(RuntimeError):
 
 
 class Peers:
-    """The implementations found under `folder` (None: none), each loaded at its first use.
+    """The implementations found under `folder` (None: none of the files) or installed, each loaded at its first use.
 
     Raises (from the properties):
-        Unavailable: the file is not there, or does not load with this torch.
+        Unavailable: it is not there, or does not load here.
     """
 
     def __init__(self, folder: Path | None):
@@ -73,6 +74,33 @@ class Peers:
     def vllm_triton(self) -> types.ModuleType:
         """The module of vLLM's Triton MLA decode kernels."""
         return _load_alone(self.find(VLLM_TRITON))
+
+    @cached_property
+    def sglang(self) -> Any:
+        """`decode_attention_fwd` of SGLang's Triton kernels, under the name of recent or of older releases."""
+        try:
+            return _installed("sglang.kernels.ops.attention.decode_attention").decode_attention_fwd
+        except Unavailable:
+            return _installed("sglang.srt.layers.attention.triton_ops.decode_attention").decode_attention_fwd
+
+    @cached_property
+    def flashinfer(self) -> Any:
+        """The package, its `mla` module imported."""
+        _installed("flashinfer.mla")
+        return sys.modules["flashinfer"]
+
+    @cached_property
+    def cuda(self) -> None:
+        """Nothing but the device, for what torch itself brings."""
+        if not torch.cuda.is_available():
+            raise Unavailable("no CUDA device")
+
+
+def _installed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a package whose parts do not fit this machine may raise anything
+        raise Unavailable(f"{name} does not import: {type(error).__name__}: {error}") from error
 
 
 def _load_alone(path: Path) -> types.ModuleType:

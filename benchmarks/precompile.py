@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.implementations import REGISTRY, empty_out, empty_workspace, plan_for, planned_call
+from benchmarks.absorbed import adaptive_orders, empty_out, empty_workspace, plan_for, planned_call
+from benchmarks.implementation import Workload
 from benchmarks.peers import Peers
-from benchmarks.workloads import Workload, make_inputs
+from benchmarks.registry import REGISTRY
+from benchmarks.workloads import Workload as Absorbed
 from triton_mla.tuning import DEFAULT_ORDER, ReductionOrder, Schedule
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Kernels to compile for one workload: an implementation's, or this package's under an order and a schedule."""
+    """Kernels to compile for one workload: an implementation's, or this package's absorbed form under an order and a schedule."""
 
     workload: Workload
     implementation: str = "triton_mla"
     order: ReductionOrder = DEFAULT_ORDER
     schedule: Schedule | None = None
 
+    @property
+    def planned(self) -> bool:
+        """Whether it is for this package's absorbed form."""
+        return self.implementation == "triton_mla" and isinstance(self.workload, Absorbed)
+
+    def key(self, device: str) -> tuple[Any, ...]:
+        """Jobs of one key need the same kernels."""
+        w = self.workload
+        if isinstance(w, Absorbed) and self.planned:
+            plan = plan_for(w, device, self.order, self.schedule)
+            return plan.schedule, plan.order, plan.decode, plan.num_splits > 1, w.heads, w.dtype, w.page_size
+        if isinstance(w, Absorbed):
+            return self.implementation, w.op, w.heads, w.seq_len, w.q_len
+        return self.implementation, w
+
+
+def jobs_for(workloads: Iterable[Workload], names: Collection[str], peers: Peers) -> list[Job]:
+    """What the implementations of these names will compile for the workloads."""
+    jobs = []
+    for w in workloads:
+        for name, implementation in REGISTRY[w.op].items():
+            if name not in names or not implementation.compiles or implementation.available(peers):
+                continue
+            if name == "triton_mla_adaptive" and isinstance(w, Absorbed):
+                jobs += [Job(w, order=order) for order in adaptive_orders(w)]
+            else:
+                jobs.append(Job(w, name))
+    return jobs
+
 
 def _compile(job: Job, folder: Path | None) -> bool:
-    """Run the job's kernels on one page of cache; False where they fail, which the measuring process will report."""
+    """Run the job's kernels on small inputs; False where they fail, which the measuring process will report."""
     try:
-        inputs = make_inputs(job.workload, "cuda", one_page=True)
-        if job.implementation == "triton_mla":
-            plan = plan_for(inputs, job.order, job.schedule)
+        inputs = job.workload.make_inputs("cuda", small=True)
+        if job.planned:
+            plan = plan_for(inputs.workload, "cuda", job.order, job.schedule)
             call = planned_call(inputs, plan, empty_workspace(plan.workspace_bytes, inputs.q.device), empty_out(inputs))
         else:
-            call = REGISTRY[job.implementation](inputs, Peers(folder))
+            call = REGISTRY[job.workload.op][job.implementation].prepare(inputs, Peers(folder))
         call()
         torch.cuda.synchronize()
     except Exception:
@@ -50,18 +78,17 @@ def _compile(job: Job, folder: Path | None) -> bool:
     return True
 
 
-def precompile(jobs: Sequence[Job], folder: Path | None) -> None:
-    """Compile all jobs, one process a core (at most 16, since each holds a device context of its own)."""
-    jobs = list(dict.fromkeys(jobs))
-    start = time.monotonic()
-    workers = min(len(jobs), os.cpu_count() or 1, 16)
+def precompile(jobs: Sequence[Job], folder: Path | None) -> str:
+    """Compile all jobs, one process a core (at most 16, since each holds a device context of its own); returns what was done."""
+    different = list({job.key("cuda"): job for job in reversed(jobs)}.values())
+    if not different:
+        return "nothing to compile"
+    workers = min(len(different), os.cpu_count() or 1, 16)
     done = 0
     try:
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for compiled in pool.map(_compile, jobs, [folder] * len(jobs)):
+            for compiled in pool.map(_compile, different, [folder] * len(different)):
                 done += compiled
     except BrokenProcessPool as error:
-        log.warning("a compiling process ended early: %s", error)
-    log.info(
-        "compiled for %d of %d jobs in %.0f s with %d processes", done, len(jobs), time.monotonic() - start, workers
-    )
+        return f"compiled for {done} of {len(different)} jobs: a process ended early: {error}"
+    return f"compiled for {done} of {len(different)} jobs with {workers} processes"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import triton
 
 import triton_mla
 from benchmarks.peers import Peers
-from benchmarks.runner import Measured
+from triton_mla.cli.text import columns
 from triton_mla.fingerprint import source_digest
 
 
@@ -41,6 +42,11 @@ def header(peers: Peers, ceilings: Mapping[str, float], repeats: int, flush: str
     }
 
 
+def default_path(gpu: str, suite: str) -> Path:
+    """benchmarks/results/<gpu>_<suite>.json, the GPU's name in lower case letters and digits."""
+    return Path(__file__).parent / "results" / f"{re.sub('[^a-z0-9]+', '_', gpu.lower()).strip('_')}_{suite}.json"
+
+
 def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write JSON, one result row a line; the file is whole at every moment."""
     parts = []
@@ -56,42 +62,56 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
     temporary.replace(path)
 
 
-def line(measured: Measured) -> str:
-    """One workload: our time, then every other implementation's time and its ratio to ours."""
-    times = {name: timing.median for name, timing in measured.timings.items()}
+def read(path: Path) -> dict[str, Any]:
+    """The content of a result file.
+
+    Raises:
+        ValueError: it cannot be read, or is no result file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not all({"workload", "impl", "us_median"} <= set(row) for row in rows):
+        raise ValueError(f"{path} is no result file of the benchmarks")
+    return content
+
+
+def by_workload(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Medians in microseconds by workload, then by implementation; those that have none are not in it."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found = times.setdefault(row["workload"], {})
+        if row["us_median"] is not None:
+            found[row["impl"]] = row["us_median"]
+    return times
+
+
+def line(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The rows of one workload: our time, every other implementation's time and its ratio to ours, and what failed."""
+    cells, rows = [], list(rows)
+    times = by_workload(rows)[rows[0]["workload"]]
     ours = times.get("triton_mla")
-    cells = []
-    for name, timing in measured.timings.items():
-        ratio = f" ({timing.median / ours:.2f}x)" if ours and name != "triton_mla" else ""
-        spread = f" ±{timing.spread / 2:.1f}" if name == "triton_mla" else ""
-        cells.append(f"{name} {timing.median:.1f}{spread}{ratio}")
-    if ours:
-        w = measured.workload
-        cells.append(f"{w.flops / ours / 1e6:.0f} TFLOP/s, {w.bytes / ours / 1e6:.2f} TB/s")
-    return f"{measured.workload.name}: " + " | ".join(cells)
+    for row in rows:
+        impl, us = row["impl"], row["us_median"]
+        if us is None:
+            cells += [f"{impl} FAILED: {row['failed']}"] if "failed" in row else []
+        elif impl == "triton_mla":
+            cells.append(f"{impl} {us:.1f} ±{row['us_spread'] / 2:.1f}")
+        else:
+            cells.append(f"{impl} {us:.1f}" + (f" ({us / ours:.2f}x)" if ours else ""))
+        if impl == "floor" and ours and "flops" in row:
+            cells.append(f"{row['flops'] / ours / 1e6:.0f} TFLOP/s, {row['bytes'] / ours / 1e6:.2f} TB/s")
+    return f"{rows[0]['workload']}: " + " | ".join(cells)
 
 
-def ratio_table(rows: Iterable[Mapping[str, Any]], implementations: Sequence[str]) -> str:
-    """Ratios to triton_mla (above 1: triton_mla is faster), one workload a line."""
-    by_shape: dict[tuple[Any, ...], dict[str, float]] = {}
-    for r in rows:
-        shape = (r["op"], r["heads"], r["batch"], r["seq_len"], r["q_len"])
-        by_shape.setdefault(shape, {})[r["impl"]] = r["us_median"]
-    others = [name for name in implementations if name != "triton_mla"]
-    lines = [f"{'':36}{'us':>9}" + "".join(f"{name:>17}" for name in others)]
-    for (op, heads, batch, seq_len, q_len), times in sorted(by_shape.items()):
-        ours = times.get("triton_mla")
-        title = f"{op} H={heads} B={batch} L={seq_len} q={q_len}"
-        cells = [f"{times[name] / ours:.2f}" if ours and name in times else "-" for name in others]
-        lines.append(f"{title:36}{ours or float('nan'):9.1f}" + "".join(f"{cell:>17}" for cell in cells))
-    return "\n".join(lines)
-
-
-def share_of_ceiling(measured: Measured, ceilings: Mapping[str, float]) -> str | None:
-    """TFLOP/s of an extend and its share of the measured matmul rate; None where it was not timed."""
-    timing = measured.timings.get("triton_mla")
-    if measured.workload.op != "extend" or timing is None:
-        return None
-    rate = measured.workload.flops / (timing.median * 1e-6)
-    share = rate / ceilings["bf16_flops_per_s"]
-    return f"{measured.workload.name}: {rate / 1e12:.0f} TFLOP/s, {share:.0%} of the measured matmul rate"
+def ratio_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Our time, and the times of the others over it (above 1: triton_mla is faster), one workload a line."""
+    times = by_workload(rows)
+    others = list(dict.fromkeys(impl for found in times.values() for impl in found if impl != "triton_mla"))
+    table = [["", "us", *others]]
+    for workload, found in times.items():
+        ours = found.get("triton_mla")
+        table.append([workload, f"{ours:.1f}" if ours else "-", *(f"{found[o] / ours:.2f}" if ours and o in found else "-" for o in others)])
+    return columns(table, right=range(1, len(others) + 2))

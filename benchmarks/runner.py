@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from benchmarks.correctness import TOLERANCE, expected, relative_error
-from benchmarks.implementations import REGISTRY, Call
+from benchmarks.correctness import TOLERANCE, relative_error
+from benchmarks.implementation import Call, Implementation, Workload
 from benchmarks.peers import Peers, Unavailable
 from benchmarks.timing import Replay, Timing, interleaved
-from benchmarks.workloads import Workload, make_inputs
-
-log = logging.getLogger(__name__)
 
 
 class Run(Protocol):
@@ -36,33 +32,43 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class GraphClock:
-    """CUDA graphs between events, `repeats` turns, L2 flushed by "write" or "read" (see `timing.interleaved`)."""
+    """CUDA graphs between events: `repeats` turns, a call that takes longer than `seconds` in fewer; L2 flushed by "write" or "read"."""
 
     repeats: int
     flush: str = "write"
+    seconds: float = 0.15
 
     def capture(self, call: Call) -> Run:
         return Replay(call)
 
     def time(self, runs: Mapping[str, Run]) -> dict[str, Timing]:
-        return interleaved(runs, self.repeats, flush=self.flush) if runs else {}
+        return interleaved(runs, self.repeats, flush=self.flush, seconds=self.seconds) if runs else {}
 
 
 @dataclass
 class Measured:
-    """Results of one workload: timing and relative error by implementation, and why others are left out."""
+    """Results of one workload by implementation: timings and relative errors; why it was not run; and why it failed, or how wrong it was."""
 
     workload: Workload
     timings: dict[str, Timing] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The result rows: one for each timed implementation."""
-        return [
-            {**self.workload.row, "impl": impl, "us_median": round(t.median, 3), "us_spread": round(t.spread, 3)}
-            for impl, t in self.timings.items()
-        ]
+        """The result rows, one for each implementation; `us_median` is None where there is a reason instead."""
+        rows = []
+        base = {**self.workload.row, "workload": self.workload.name}
+        for impl, t in self.timings.items():
+            row = {**base, "impl": impl, "us_median": round(t.median, 3), "us_spread": round(t.spread, 3)}
+            if impl in self.errors:
+                row["relative_error"] = float(f"{self.errors[impl]:.3g}")
+            if impl == "floor":
+                row |= {"bytes": self.workload.bytes, "flops": self.workload.flops}
+            rows.append(row)
+        for kind, reasons in (("left_out", self.left_out), ("failed", self.failed)):
+            rows += [{**base, "impl": impl, "us_median": None, "us_spread": None, kind: text} for impl, text in reasons.items()]
+        return rows
 
 
 def floor(workload: Workload, ceilings: Mapping[str, float]) -> Timing:
@@ -72,52 +78,59 @@ def floor(workload: Workload, ceilings: Mapping[str, float]) -> Timing:
 
 
 def reason(error: Exception) -> str:
-    """One line that says why an implementation is left out."""
+    """One line that says why an implementation gave no result."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, Unavailable) else f"{type(error).__name__}: {text}"
 
 
 def measure(
     workload: Workload,
-    implementations: Iterable[str],
+    implementations: Iterable[Implementation],
     *,
     peers: Peers,
     clock: Clock,
     ceilings: Mapping[str, float],
     device: torch.device,
 ) -> Measured:
-    """Time the implementations on one workload; one that fails or is wrong is left out with its reason."""
+    """Time the implementations on one workload; one that does not serve it, fails or is wrong has its reason in the result.
+
+    Raises:
+        RuntimeError: an implementation left the device unusable, after which nothing can be measured.
+    """
     result = Measured(workload)
-    inputs = make_inputs(workload, device)
-    rows, want = expected(inputs)
+    inputs = workload.make_inputs(device)
+    rows, want = inputs.expected()
     runs: dict[str, Run] = {}
 
     def accept(name: str, out: torch.Tensor) -> None:
         error = relative_error(out, rows, want)
         if not error < TOLERANCE[workload.dtype]:
-            raise Unavailable(f"wrong result: relative error {error:.2e}, allowed {TOLERANCE[workload.dtype]:.0e}")
+            raise ArithmeticError(f"wrong result: relative error {error:.2e}, allowed {TOLERANCE[workload.dtype]:.0e}")
         result.errors[name] = error
 
     def guarded(name: str, step: Callable[[], None]) -> None:
         try:
             step()
         except Exception as error:
-            result.left_out[name] = reason(error)
+            reasons = result.left_out if isinstance(error, Unavailable) else result.failed
+            reasons[name] = reason(error)
             runs.pop(name, None)
             result.timings.pop(name, None)
-            log.warning("%s: %s left out: %s", workload.name, name, result.left_out[name])
+            if device.type == "cuda":
+                try:
+                    torch.cuda.synchronize()
+                except RuntimeError as broken:
+                    raise RuntimeError(f"{workload.name}: {name} left the device unusable: {reasons[name]}") from broken
 
-    def prepare(name: str) -> None:
-        call = REGISTRY[name](inputs, peers)
-        accept(name, call())
-        runs[name] = clock.capture(call)
+    def prepare(implementation: Implementation) -> None:
+        call = implementation.prepare(inputs, peers)
+        accept(implementation.name, call())
+        runs[implementation.name] = clock.capture(call)
 
-    for name in implementations:
-        if name != "floor":
-            guarded(name, lambda name=name: prepare(name))  # type: ignore[misc]
+    for implementation in implementations:
+        guarded(implementation.name, lambda i=implementation: prepare(i))  # type: ignore[misc]
     result.timings.update(clock.time(runs))
     for name, run in list(runs.items()):
         guarded(name, lambda name=name, run=run: accept(name, run.out))  # type: ignore[misc]
-    if "floor" in implementations:
-        result.timings["floor"] = floor(workload, ceilings)
+    result.timings["floor"] = floor(workload, ceilings)
     return result

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.correctness import TOLERANCE, expected, relative_error
-from benchmarks.implementations import REGISTRY, empty_out, empty_workspace, plan_for, planned_call
+from benchmarks.absorbed import empty_out, empty_workspace, plan_for, planned_call
+from benchmarks.correctness import TOLERANCE, relative_error
 from benchmarks.peers import Peers, Unavailable
 from benchmarks.precompile import Job, precompile
+from benchmarks.registry import REGISTRY
 from benchmarks.runner import Clock, GraphClock, Run, floor, reason
 from benchmarks.timing import Timing, measure_ceilings
-from benchmarks.workloads import Workload, grid, make_inputs, parse
+from benchmarks.workloads import Workload, grid, parse
 from triton_mla.plan import AttentionPlan
 from triton_mla.testing import bitwise_equal
 from triton_mla.tuning import ReductionOrder, Schedule
@@ -108,15 +109,15 @@ def schedules(base: Schedule) -> list[Schedule]:
     return list(dict.fromkeys(found))
 
 
-def plans(inputs: Any, splits: Sequence[int], every_schedule: bool) -> list[tuple[Variant, AttentionPlan]]:
+def plans(workload: Workload, device: torch.device | str, splits: Sequence[int], every_schedule: bool) -> list[tuple[Variant, AttentionPlan]]:
     """The variants of one workload with their plans; a schedule that the planner refuses is left out."""
     found = []
     for split in splits:
         order = ReductionOrder(kv_split=split)
-        default = plan_for(inputs, order)
+        default = plan_for(workload, device, order)
         for schedule in schedules(default.schedule) if every_schedule else [default.schedule]:
             try:
-                found.append((Variant(split, schedule), plan_for(inputs, order, schedule)))
+                found.append((Variant(split, schedule), plan_for(workload, device, order, schedule)))
             except ValueError as error:
                 log.debug("%s refused: %s", describe(schedule), error)
     return found
@@ -133,9 +134,9 @@ def measure_cell(
     device: torch.device,
 ) -> Cell:
     """Check and time every variant of one workload, and the peers that are there, all in turn."""
-    inputs = make_inputs(workload, device)
-    rows, want = expected(inputs)
-    planned = plans(inputs, splits, every_schedule)
+    inputs = workload.make_inputs(device)
+    rows, want = inputs.expected()
+    planned = plans(workload, device, splits, every_schedule)
     workspace = empty_workspace(max((plan.workspace_bytes for _, plan in planned), default=0), device)
     out = empty_out(inputs)
     first: dict[int, torch.Tensor] = {}
@@ -156,7 +157,7 @@ def measure_cell(
             log.warning("%s: %s left out: %s", workload.name, variant.name, variant.reason)
     for name in PEERS:
         try:
-            call = REGISTRY[name](inputs, peers)
+            call = REGISTRY[workload.op][name].prepare(inputs, peers)
             call()
             runs[name] = clock.capture(call)
         except Exception as error:
@@ -249,12 +250,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def compile_jobs(workloads: Sequence[Workload], splits: Sequence[int], every_schedule: bool) -> list[Job]:
     """What the search will launch, to be compiled in parallel."""
-    jobs = []
-    for workload in workloads:
-        inputs = make_inputs(workload, "cuda", one_page=True)
-        for variant, plan in plans(inputs, splits, every_schedule):
-            jobs.append(Job(workload, order=plan.order, schedule=variant.schedule))
-    return jobs
+    return [
+        Job(workload, order=plan.order, schedule=variant.schedule)
+        for workload in workloads
+        for variant, plan in plans(workload, "cuda", splits, every_schedule)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     if args.schedules:
         log.info("a schedule is written %s", "/".join(field.name for field in dataclasses.fields(Schedule)))
-    precompile(compile_jobs(args.workloads, args.splits, args.schedules), args.peers)
+    log.info("%s", precompile(compile_jobs(args.workloads, args.splits, args.schedules), args.peers))
     peers, ceilings = Peers(args.peers), measure_ceilings(args.repeats)
     head = report.header(peers, ceilings, args.repeats, args.flush)
     cells: list[Cell] = []

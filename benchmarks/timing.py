@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ FLUSH_BYTES = 256 << 20
 """Several times the L2 of any GPU so far."""
 WARM_UP = 2
 """Turns that are replayed and not counted."""
+LEAST_REPEATS = 5
+"""Timed turns of a call that uses up its time before."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,13 @@ class Replay:
         self.graph.replay()
 
 
-def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int, *, flush: str = "write") -> dict[str, Timing]:
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], repeats: int, *, flush: str = "write", seconds: float = math.inf
+) -> dict[str, Timing]:
     """Time each call `repeats` times, all calls in turn, so that clocks and neighbours drift for all alike.
 
     flush="write" overwrites 256 MiB before each call, which leaves dirty lines in L2, as kernels before it do;
-    flush="read" reads them, which leaves clean lines.
+    flush="read" reads them, which leaves clean lines. A call whose timed turns have taken `seconds` takes part no longer.
     """
     buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
     evict = buffer.zero_ if flush == "write" else buffer.sum
@@ -67,6 +72,8 @@ def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int, *, flus
     for turn in range(WARM_UP + repeats):
         events = []
         for name, call in calls.items():
+            if len(samples[name]) >= LEAST_REPEATS and sum(samples[name]) > seconds * 1e6:
+                continue
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             evict()
             start.record()
@@ -78,6 +85,14 @@ def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int, *, flus
             for name, start, end in events:
                 samples[name].append(start.elapsed_time(end) * 1e3)
     return {name: summarize(times) for name, times in samples.items()}
+
+
+def fastest(calls: Sequence[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tensor]:
+    """The call that takes the least time here; the first, where there is no CUDA device to tell."""
+    if not torch.cuda.is_available():
+        return calls[0]
+    times = interleaved({str(i): Replay(call) for i, call in enumerate(calls)}, LEAST_REPEATS, seconds=0.05)
+    return calls[int(min(times, key=lambda name: times[name].median))]
 
 
 def host_time(call: Callable[[], object], calls: int = 400, burst: int = 20) -> Timing:

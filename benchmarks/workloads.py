@@ -1,4 +1,4 @@
-"""What is measured: shapes with a name, their arithmetic and traffic, and the tensors of one shape."""
+"""Workloads of the absorbed form, which decode, verify and extend take: their arithmetic, traffic, tensors and float64 results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from triton_mla.reference import mla_absorbed
 
 RANK = 512
 """kv_lora_rank: latent dims of a cached token, and of a row of the output."""
@@ -18,9 +20,9 @@ SOFTMAX_SCALE = 192**-0.5
 
 @dataclass(frozen=True)
 class Workload:
-    """One call of an op: every request has `q_len` query tokens, the last of its `seq_lens[r]` tokens.
+    """One call: every request has `q_len` query tokens, the last of its `seq_lens[r]` tokens.
 
-    op is "decode" (q_len 1) or "extend". `label` names a ragged mix; it is empty where all lengths are equal.
+    op is "decode" (q_len 1), "verify" (a few drafted tokens) or "extend". `label` names a ragged mix; it is empty where all lengths are equal.
     """
 
     op: str
@@ -83,11 +85,31 @@ class Workload:
             "page_size": self.page_size,
         }
 
+    def make_inputs(self, device: torch.device | str, *, small: bool = False) -> Inputs:
+        """Random q and KV, pages in random order.
+
+        `small` gives the same shapes, but for a cache of a single page that every table entry names, and requests no longer than their query.
+        """
+        generator = torch.Generator(device=device).manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, device=device, dtype=self.torch_dtype)
+
+        pages = 1 if small else self.batch * self.pages
+        order = torch.randperm(self.batch * self.pages, generator=generator, device=device, dtype=torch.int32)
+        return Inputs(
+            workload=self,
+            q=2 * normal(self.num_tokens, self.heads, RANK + ROPE),
+            kv_cache=normal(pages, self.page_size, RANK + ROPE),
+            block_table=(order % pages).view(self.batch, self.pages),
+            seq_lens=torch.tensor([self.q_len] * self.batch if small else self.seq_lens, device=device, dtype=torch.int32),
+            cu_seqlens_q=torch.arange(self.batch + 1, device=device, dtype=torch.int32) * self.q_len,
+        )
+
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one workload: q [T, H, R+P], kv_cache [pages, page, R+P], and int32 block_table [B, W], seq_lens [B],
-    cu_seqlens_q [B+1]."""
+    """Tensors of one workload: q [T, H, R+P], kv_cache [pages, page, R+P], and int32 block_table [B, W], seq_lens [B], cu_seqlens_q [B+1]."""
 
     workload: Workload
     q: torch.Tensor
@@ -96,29 +118,24 @@ class Inputs:
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
 
+    def expected(self, limit: int = 12) -> tuple[list[int], torch.Tensor]:
+        """At most `limit` query rows, evenly spread, and their output [rows, H, R] in float64.
 
-def make_inputs(workload: Workload, device: torch.device | str, *, seed: int = 0, one_page: bool = False) -> Inputs:
-    """Random q and KV on `device`, pages in random order.
-
-    `one_page` gives the same shapes, but for a cache of a single page that every table entry names, and requests no
-    longer than their query: enough to compile everything the workload needs, with little memory.
-    """
-    w = workload
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=w.torch_dtype)
-
-    pages = 1 if one_page else w.batch * w.pages
-    order = torch.randperm(w.batch * w.pages, generator=generator, device=device, dtype=torch.int32)
-    return Inputs(
-        workload=w,
-        q=2 * normal(w.num_tokens, w.heads, RANK + ROPE),
-        kv_cache=normal(pages, w.page_size, RANK + ROPE),
-        block_table=(order % pages).view(w.batch, w.pages),
-        seq_lens=torch.tensor([w.q_len] * w.batch if one_page else w.seq_lens, device=device, dtype=torch.int32),
-        cu_seqlens_q=torch.arange(w.batch + 1, device=device, dtype=torch.int32) * w.q_len,
-    )
+        A row that sees n tokens is the decode of a request of n tokens, so one reference serves every op.
+        """
+        w = self.workload
+        count = min(limit, w.num_tokens)
+        rows = sorted({round(i * (w.num_tokens - 1) / max(1, count - 1)) for i in range(count)})
+        outs = []
+        for t in rows:
+            request = t // w.q_len
+            seen = self.seq_lens[request : request + 1] - w.q_len + t % w.q_len + 1
+            outs.append(
+                mla_absorbed(
+                    self.q[t : t + 1], self.kv_cache, self.block_table[request : request + 1], None, seen, softmax_scale=SOFTMAX_SCALE, kv_lora_rank=RANK
+                )[0]
+            )
+        return rows, torch.cat(outs)
 
 
 def decode(heads: int, batch: int, seq_len: int) -> Workload:
@@ -126,9 +143,14 @@ def decode(heads: int, batch: int, seq_len: int) -> Workload:
     return Workload("decode", heads, (seq_len,) * batch)
 
 
+def verify(heads: int, batch: int, seq_len: int, q_len: int) -> Workload:
+    """The verification of q_len - 1 drafted tokens and their successor, in equal requests."""
+    return Workload("verify", heads, (seq_len,) * batch, q_len)
+
+
 def extend(heads: int, new_tokens: int, prefix: int) -> Workload:
     """One request of `new_tokens` query tokens over `prefix` cached ones."""
-    return Workload("extend", heads, (prefix + new_tokens,), q_len=new_tokens)
+    return Workload("extend", heads, (prefix + new_tokens,), new_tokens)
 
 
 def ragged(heads: int) -> list[Workload]:
@@ -142,14 +164,6 @@ def ragged(heads: int) -> list[Workload]:
     ]
 
 
-ROWS: dict[str, list[Workload]] = {
-    "decode": [decode(h, b, n) for n in (8192, 32768, 4096) for b in (1, 128, 16, 64) for h in (16, 128)],
-    "extend": [extend(h, 512, 8192) for h in (16, 128)],
-    "ragged": [w for h in (16, 64, 128) for w in ragged(h)],
-}
-"""Named sets of workloads. The decode set starts with the rows that a target names."""
-
-
 def grid(heads: tuple[int, ...] = (16, 64, 128)) -> list[Workload]:
     """The cells on which the split size is chosen, ordered so that every beginning is spread over the whole grid."""
     cells: list[Workload] = []
@@ -161,7 +175,7 @@ def grid(heads: tuple[int, ...] = (16, 64, 128)) -> list[Workload]:
 
 
 def parse(text: str) -> Workload:
-    """A workload written `H,B,L` (decode) or `H,B,L,Q` (extend of Q new tokens, L the whole length).
+    """A workload written `H,B,L` (decode) or `H,B,L,Q` (Q new tokens, L the whole length: verify up to 4, else extend).
 
     Raises:
         ValueError: the text is not three or four positive integers, or Q is larger than L.
@@ -172,6 +186,6 @@ def parse(text: str) -> Workload:
     if len(parts) not in (3, 4) or len(numbers) != len(parts) or min(numbers) < 1 or query > numbers[2]:
         raise ValueError(f"workload={text!r}: allowed is H,B,L or H,B,L,Q with positive integers and Q <= L")
     heads, batch, seq_len = numbers[:3]
-    if len(numbers) == 3:
+    if query == 1:
         return decode(heads, batch, seq_len)
-    return Workload("extend", heads, (seq_len,) * batch, q_len=query)
+    return Workload("verify" if query <= 4 else "extend", heads, (seq_len,) * batch, query)

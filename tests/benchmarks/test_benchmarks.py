@@ -1,56 +1,31 @@
-"""The benchmark scripts without a GPU: shapes, targets, files, and the flow with a clock that returns made-up times."""
+"""The benchmarks without a GPU: shapes, the registry, results, targets, and the flow with a clock that returns made-up times."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from bench_fakes import CEILINGS, measure
 
-from benchmarks import host, implementations, report, run, runner, search_split, targets
+from benchmarks import absorbed, absorbed_peers, host, prefill, report, targets, timing
+from benchmarks.gemm import Product
+from benchmarks.implementation import Implementation
 from benchmarks.peers import Peers, Unavailable
-from benchmarks.timing import Timing, summarize
-from benchmarks.workloads import ROWS, Workload, decode, extend, grid, make_inputs, parse
-from triton_mla.tuning import Schedule
+from benchmarks.precompile import Job, jobs_for
+from benchmarks.prefill import Prompt
+from benchmarks.registry import NAMES, REGISTRY, SUITES
+from benchmarks.timing import summarize
+from benchmarks.workloads import Workload, decode, extend, grid, parse, verify
 
-CEILINGS = {"hbm_bytes_per_s": 4.0e12, "bf16_flops_per_s": 8.0e14}
 SMALL = Workload("decode", 16, (70, 3), dtype="float32")
-ROW_FIELDS = {"op", "heads", "batch", "seq_len", "q_len", "dtype", "page_size", "impl", "us_median", "us_spread"}
-
-
-class FakeRun:
-    def __init__(self, call: Callable[[], torch.Tensor]):
-        self.out = call()
-
-    def __call__(self) -> None:
-        raise AssertionError("the fake clock replays nothing")
-
-
-class FakeClock:
-    """Times 10, 11, ... µs in the order of the calls."""
-
-    def capture(self, call: Callable[[], torch.Tensor]) -> FakeRun:
-        return FakeRun(call)
-
-    def time(self, runs: Mapping[str, object]) -> dict[str, Timing]:
-        return {name: Timing(10.0 + i, 9.5, 12.0) for i, name in enumerate(runs)}
-
-
-def measure(workload: Workload, names: tuple[str, ...], peers: Peers | None = None) -> runner.Measured:
-    return runner.measure(
-        workload,
-        names,
-        peers=peers or Peers(None),
-        clock=FakeClock(),
-        ceilings=CEILINGS,
-        device=torch.device("cpu"),
-    )
+ROW_FIELDS = {"op", "heads", "batch", "seq_len", "q_len", "dtype", "page_size", "workload", "impl", "us_median", "us_spread"}
 
 
 def test_workload_arithmetic():
@@ -60,12 +35,45 @@ def test_workload_arithmetic():
     # 3 new tokens over 5 see 6, 7 and 8 tokens
     assert extend(16, 3, 5).flops == 2 * 16 * 1088 * (6 + 7 + 8)
     assert extend(128, 512, 8192).seq_len == 8704
+    assert Prompt(16, 2, 3, 8).pairs == 2 * (6 + 7 + 8)
+    assert Product("x", 2, 3, 4).flops == 48 and Product("x", 2, 3, 4).bytes == 2 * (8 + 12 + 6)
 
 
-def test_targets_name_measured_rows():
-    measured = {(w.op, w.heads, w.batch, w.seq_len) for w in ROWS["decode"] + ROWS["extend"]}
-    assert {(t.op, t.heads, t.batch, t.seq_len) for t in targets.RATIOS} <= measured
-    assert len(ROWS["decode"]) == 24
+def test_names_are_of_one_workload():
+    workloads = {w for suite in SUITES.values() for w in suite}
+    assert len({w.name for w in workloads}) == len(workloads)
+
+
+def test_the_decode_suite_covers_the_ranges():
+    suite = SUITES["decode"]
+    assert {1, 4, 16, 64, 128, 256} == {w.batch for w in suite} and {16, 64, 128} == {w.heads for w in suite}
+    assert {1024, 4096, 8192, 32768, 131072} <= {w.seq_len for w in suite}
+    assert len({w.label for w in suite}) == 3
+    # Fits beside the peers' own copies and what torch takes.
+    assert max(w.bytes for w in suite) < 40 << 30
+
+
+def test_targets_name_workloads_and_implementations():
+    measured = {w.name: w for suite in SUITES.values() for w in suite}
+    for target in targets.RATIOS:
+        for workload, impl in ((target.workload, target.over[0]), (target.of or target.workload, target.under)):
+            assert impl in {*REGISTRY[measured[workload].op], "floor"}, target.text
+
+
+def test_registry():
+    required = {"triton_mla", "flashmla", "fa3_mla_auto", "fa3_mla_1", "vllm_triton_auto", "vllm_triton_1", "sglang_det", "fa3", "fa3_cat", "cudnn", "torch"}
+    assert required <= set(NAMES) and "floor" not in NAMES
+    for implementations in REGISTRY.values():
+        assert next(iter(implementations)) == "triton_mla"
+
+
+def test_what_is_not_here_has_a_reason():
+    absent = {name: i.available(Peers(None)) for name, i in REGISTRY["decode"].items()}
+    assert absent["flashmla"] == absent["fa3_mla_auto"] == absent["vllm_triton_1"] == "no --peers folder"
+    for name in ("sglang", "flashinfer"):
+        if not torch.cuda.is_available():
+            assert f"{name}" in absent["sglang_det" if name == "sglang" else name]
+    assert absent["triton_mla"] is absent["torch"] is absent["triton_mla_adaptive"] is None
 
 
 def test_every_beginning_of_the_grid_is_spread():
@@ -82,22 +90,9 @@ def test_bad_workload(text: str):
 
 
 def test_good_workload():
-    assert parse("16,2,300") == decode(16, 2, 300)
+    assert parse("16,2,300") == parse("16,2,300,1") == decode(16, 2, 300)
     assert parse("16,1,8704,512") == extend(16, 512, 8192)
-
-
-def test_bad_command_line():
-    for argv in (["--rows", "nothing"], ["--impls", "nothing"], ["--repeats", "0"], ["--workloads", "1,2"]):
-        with pytest.raises(SystemExit):
-            run.arguments(argv)
-    for argv in (["--splits", "100"], ["--repeats", "0"], ["--workloads", "1,2"]):
-        with pytest.raises(SystemExit):
-            search_split.arguments(argv)
-
-
-def test_command_line():
-    args = run.arguments(["--rows", "decode", "host", "--workloads", "16,1,8192", "64,1,100"])
-    assert len(args.workloads) == 25, "a shape that is already in the rows is measured once"
+    assert parse("16,2,300,4") == verify(16, 2, 300, 4)
 
 
 def test_summarize():
@@ -105,72 +100,145 @@ def test_summarize():
     assert (timing.median, timing.p10, timing.p90, timing.spread) == (5.0, 1.0, 9.0, 8.0)
 
 
+class FakeEvent:
+    """Of a device on which call number n takes n milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_slow_calls_leave_the_turns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: torch.ones(1))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    counts = {"fast": 0, "slow": 0}
+
+    def call(name: str, ms: float):
+        def run() -> None:
+            counts[name] += 1
+            FakeEvent.now += ms
+
+        return run
+
+    times = timing.interleaved({"fast": call("fast", 0.5), "slow": call("slow", 30.0)}, 20, seconds=0.1)
+    assert counts == {"fast": 22, "slow": timing.WARM_UP + timing.LEAST_REPEATS}
+    assert times["fast"].median == pytest.approx(500) and times["slow"].median == pytest.approx(30000)
+    assert math.isclose(times["slow"].spread, 0, abs_tol=1e-6)
+
+
 @pytest.mark.parametrize(
-    "workload", [SMALL, Workload("extend", 16, (70, 9), q_len=3, dtype="float32")], ids=["decode", "extend"]
+    "workload",
+    [SMALL, Workload("verify", 16, (70, 9), q_len=3, dtype="float32"), Workload("extend", 4, (130,), q_len=66, dtype="float32")],
+    ids=["decode", "verify", "extend"],
 )
 def test_flow(workload: Workload):
-    m = measure(workload, ("triton_mla", "flashmla", "torch", "floor"))
+    m = measure(workload, "triton_mla", "flashmla", "torch")
     assert list(m.timings) == ["triton_mla", "torch", "floor"]
-    assert m.left_out == {"flashmla": "no --peers folder"}
-    assert all(set(row) == ROW_FIELDS for row in m.rows())
-    assert m.errors["triton_mla"] < 1e-5 and m.errors["torch"] < 1e-5
+    assert m.left_out == {"flashmla": "no --peers folder"} and not m.failed
+    rows = {row["impl"]: row for row in m.rows()}
+    assert all(set(row) >= ROW_FIELDS for row in rows.values())
+    assert rows["triton_mla"]["relative_error"] < 1e-5 and rows["torch"]["relative_error"] < 1e-5
+    assert rows["flashmla"]["us_median"] is None and rows["flashmla"]["left_out"] == "no --peers folder"
+    assert (rows["floor"]["flops"], rows["floor"]["bytes"]) == (workload.flops, workload.bytes)
     assert m.timings["floor"].median == pytest.approx(
         max(workload.bytes / CEILINGS["hbm_bytes_per_s"], workload.flops / CEILINGS["bf16_flops_per_s"]) * 1e6
     )
 
 
-def test_a_wrong_implementation_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+def test_adaptive_chooses_among_the_splits():
+    assert [order.kv_split for order in absorbed.adaptive_orders(decode(16, 1, 2048))] == [512, 1024, 2048]
+    assert [order.kv_split for order in absorbed.adaptive_orders(decode(16, 1, 131072))][-1] == 65536
+    assert "triton_mla_adaptive" in measure(SMALL, "triton_mla_adaptive").timings
+
+
+def test_prefill_flow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prefill, "STREAM_CHUNK", 128)
+    m = measure(Prompt(2, 1, 20, 150, dtype="float32"), "triton_mla", "triton_mla_streamed", "triton_mla_paged", "triton_mla_absorbed", "torch")
+    assert not m.failed and not m.left_out, m
+    assert max(m.errors.values()) < 1e-5
+    assert measure(Prompt(2, 2, 20, 20, dtype="float32"), "triton_mla_streamed", "torch").left_out.keys() == {"triton_mla_streamed"}
+
+
+def test_gemm_flow():
+    m = measure(Product("tiny", 3, 48, 64, dtype="float32"), "triton_mla", "torch")
+    assert not m.failed and max(m.errors.values()) < 1e-5
+
+
+def test_a_failing_or_wrong_implementation_is_not_timed():
     def almost(inputs, peers):
-        right = implementations.torch_gather(inputs, peers)
+        right = absorbed.torch_gather(inputs, peers)
         return lambda: right() * 1.001
 
     def unwritten(inputs, peers):
-        return lambda: implementations.empty_out(inputs)
+        return lambda: absorbed.empty_out(inputs)
 
-    monkeypatch.setitem(runner.REGISTRY, "almost", almost)
-    monkeypatch.setitem(runner.REGISTRY, "unwritten", unwritten)
-    m = measure(SMALL, ("almost", "unwritten", "torch"))
-    assert list(m.timings) == ["torch"]
-    assert "wrong result" in m.left_out["almost"] and "nan" in m.left_out["unwritten"]
+    def broken(inputs, peers):
+        raise IndexError("no such page")
+
+    m = measure(SMALL, Implementation("almost", almost), Implementation("unwritten", unwritten), Implementation("broken", broken), "torch")
+    assert list(m.timings) == ["torch", "floor"] and not m.left_out
+    assert "wrong result" in m.failed["almost"] and "nan" in m.failed["unwritten"]
+    assert m.failed["broken"] == "IndexError: no such page"
+    assert "broken FAILED: IndexError" in report.line(m.rows())
+
+
+def test_slots_of_a_ragged_batch():
+    inputs = SMALL.make_inputs("cpu")
+    starts, slots = absorbed_peers.slots_of(inputs)
+    assert starts.tolist() == [0, 70, 73]
+    table = inputs.block_table.tolist()
+    assert slots.tolist() == [table[0][i // 64] * 64 + i % 64 for i in range(70)] + [table[1][0] * 64 + i for i in range(3)]
 
 
 def test_result_file(tmp_path: Path):
-    m = measure(SMALL, ("triton_mla", "torch", "floor"))
-    head = report.header(Peers(None), CEILINGS, repeats=3, flush="write")
-    content = run.document(head, [m], {"triton_mla": {"us_median": 39.0, "us_spread": 1.0}}, {16: {"a.decode": 3}})
+    m = measure(SMALL, "triton_mla", "flashmla", "torch")
+    content = {"header": report.header(Peers(None), CEILINGS, repeats=3, flush="write"), "rows": m.rows(), "targets": []}
     path = tmp_path / "results" / "cpu.json"
     report.write(path, content)
-    read = json.loads(path.read_text())
+    read = report.read(path)
     assert read == json.loads(json.dumps(content))
     assert {"gpu", "versions", "date", "ceilings", "kernel_sources", "repeats"} <= set(read["header"])
-    assert all(set(row) == ROW_FIELDS for row in read["rows"])
-    assert "decode H=16 B=2 L=70" in report.ratio_table(read["rows"], ["triton_mla", "torch", "floor"])
-    assert "torch 11.0 (1.10x)" in report.line(m)
+    assert "decode H=16 B=2 L=70  10.0   1.10" in report.ratio_table(read["rows"])
+    assert "torch 11.0 (1.10x)" in report.line(read["rows"]) and "TB/s" in report.line(read["rows"])
+    assert report.default_path("NVIDIA H200", "decode").name == "nvidia_h200_decode.json"
 
 
-def test_share_of_ceiling():
-    m = runner.Measured(extend(128, 512, 8192), timings={"triton_mla": Timing(2000.0, 1.0, 1.0)})
-    text = report.share_of_ceiling(m, CEILINGS)
-    rate = m.workload.flops / 2e-3
-    assert text is not None and f"{rate / 1e12:.0f} TFLOP/s" in text and f"{rate / 8e14:.0%}" in text
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{"impl": "x"}]}'])
+def test_no_result_file(tmp_path: Path, text: str):
+    path = tmp_path / "x.json"
+    with pytest.raises(ValueError, match="cannot be read"):
+        report.read(path)
+    path.write_text(text)
+    with pytest.raises(ValueError, match="x.json"):
+        report.read(path)
 
 
-def row(impl: str, us: float, heads: int = 16, batch: int = 128, seq_len: int = 8192) -> dict:
-    return {"op": "decode", "heads": heads, "batch": batch, "seq_len": seq_len, "impl": impl, "us_median": us}
+def row(impl: str, us: float | None, workload: str = "decode H=16 B=128 L=8192") -> dict:
+    return {"workload": workload, "impl": impl, "us_median": us}
 
 
 def test_verdicts():
-    rows = [row("triton_mla", 310.0), row("flashmla", 300.0), row("floor", 290.0), row("vllm_triton_1", 5000.0)]
-    judged = targets.verdicts(rows, {"triton_mla": 41.0, "triton_mla reused": 39.0}, {16: {"decode": 4, "combine": 3}})
+    rows = [row("triton_mla", 310.0), row("flashmla", 300.0), row("fa3_mla_auto", 320.0), row("floor", 290.0), row("vllm_triton_1", None)]
+    rows += [row("triton_mla", us, name) for name, us in (("decode H=16 B=16 L=8192", 50.0), ("verify H=16 B=16 L=8192 q=4", 60.0))]
+    judged = targets.verdicts(rows, {"triton_mla": 21.0, "triton_mla reused": 19.0, "flashmla": 99.0}, {16: {"decode": 6, "combine": 3}})
     by_text = {v.text: v for v in judged}
-    assert by_text["decode H=16 B=128 L=8192: flashmla / triton_mla >= 1"].reached is False
+    assert by_text["decode H=16 B=128 L=8192: flashmla or fa3_mla_auto / triton_mla >= 1"].reached is False
     assert by_text["decode H=16 B=128 L=8192: triton_mla / floor <= 1.15"].reached is True
-    assert by_text["decode H=16 B=128 L=8192: vllm_triton_1 / triton_mla >= 3"].reached is True
-    assert by_text["decode H=128 B=128 L=8192: flashmla / triton_mla >= 0.5"].reached is None
-    assert by_text["host time of one eager decode call, triton_mla <= 40 us"].reached is False
-    assert by_text["host time of one eager decode call, triton_mla reused <= 40 us"].reached is True
-    assert by_text["compiled kernels at H=16 <= 6"].reached is False
-    assert [str(v).split()[0] for v in judged[:2]] == ["MISS", "pass"]
+    assert by_text["decode H=16 B=128 L=8192: vllm_triton_1 / triton_mla >= 3"].reached is None
+    assert by_text["verify H=16 B=16 L=8192 q=4: triton_mla / triton_mla of decode H=16 B=16 L=8192 <= 1.25"].value == 1.2
+    assert not any("H=128" in text for text in by_text), "workloads that were not run have no targets"
+    assert by_text["host time of one eager decode call, triton_mla <= 20 us"].reached is False
+    assert by_text["host time of one eager decode call, triton_mla reused <= 20 us"].reached is True
+    assert by_text["compiled kernels at H=16 <= 8"].reached is False
+    assert str(by_text["compiled kernels at H=16 <= 8"]).split()[0] == "MISSED"
 
 
 def test_varying_batches_cover_what_is_promised():
@@ -186,18 +254,27 @@ def test_kernel_functions_are_found():
     """In a process without the interpreter, where kernels are the functions whose compiled variants are counted."""
     code = "from benchmarks.host import kernel_functions; print(*kernel_functions())"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(run.__file__).parents[1]
+    root = Path(host.__file__).parents[1]
     found = subprocess.run([sys.executable, "-c", code], cwd=root, env=env, capture_output=True, text=True, check=True)
-    assert found.stdout.split()
+    assert "one_pass.one_pass_kernel" in found.stdout.split()
 
 
-def test_one_page_inputs_have_the_same_shapes():
+def test_small_inputs_have_the_same_shapes():
     w = Workload("extend", 16, (700, 90), q_len=9)
-    real, small = make_inputs(w, "cpu"), make_inputs(w, "cpu", one_page=True)
+    real, small = w.make_inputs("cpu"), w.make_inputs("cpu", small=True)
     for name in ("q", "block_table", "seq_lens", "cu_seqlens_q"):
         assert getattr(real, name).shape == getattr(small, name).shape
     assert small.kv_cache.shape[0] == 1 and small.block_table.max() == 0
     assert sorted(real.block_table.flatten().tolist()) == list(range(real.kv_cache.shape[0]))
+    short = Prompt(2, 1, 300, 9000).make_inputs("cpu", small=True).prompt
+    assert (short.new, short.length) == (256, 256 + 8192)
+
+
+def test_jobs_are_of_different_kernels():
+    jobs = jobs_for([SMALL, replace(SMALL, seq_lens=(60, 3))], NAMES, Peers(None))
+    assert {job.implementation for job in jobs} == {"triton_mla"}, "what cannot run here is not compiled"
+    assert Job(SMALL).key("cpu") == Job(replace(SMALL, seq_lens=(60, 3))).key("cpu") != Job(replace(SMALL, seq_lens=(2000, 3))).key("cpu")
+    assert Job(Prompt(2, 1, 3, 3)).key("cpu") != Job(Prompt(2, 1, 4, 4)).key("cpu")
 
 
 def test_missing_peer_files(tmp_path: Path):
@@ -216,111 +293,3 @@ def test_a_peer_file_loads_without_its_package(tmp_path: Path):
     module = Peers(tmp_path).vllm_triton
     assert module.is_hip is False and module.triton.__name__ == "triton"
     assert sys.modules.get("vllm") is before
-
-
-def test_split_search(tmp_path: Path):
-    splits = [64, 128]
-    cell = search_split.measure_cell(
-        SMALL,
-        splits,
-        every_schedule=False,
-        peers=Peers(None),
-        clock=FakeClock(),
-        ceilings=CEILINGS,
-        device=torch.device("cpu"),
-    )
-    assert [v.reason for v in cell.variants] == ["", ""]
-    table = search_split.regrets([cell], splits)
-    assert table[64]["worst_regret"] == 1.0 and table[128]["worst_regret"] == pytest.approx(1.1)
-    assert table[128]["worst_to_best_peer"] is None
-    assert "64 10.0 | 128 11.0" in search_split.cell_lines(cell, splits, every_schedule=True)[0]
-    report.write(tmp_path / "split.json", {"regret": table, "cells": [cell.as_dict()]})
-    assert len(json.loads((tmp_path / "split.json").read_text())["cells"][0]["variants"]) == 2
-
-
-def test_schedules():
-    base = Schedule(pdl=True)
-    found = search_split.schedules(base)
-    assert found[0] == base and len(found) == len(set(map(search_split.describe, found))) > 40
-    assert {s.form for s in found} == {"one_pass", "two_phase"} and {s.block_rows for s in found} == {16, 32, 64}
-    assert [s.pdl for s in found].count(False) == 1
-
-
-def test_a_schedule_with_other_bits_is_not_timed(monkeypatch: pytest.MonkeyPatch):
-    warps = (4, 8, 2)
-    monkeypatch.setattr(search_split, "schedules", lambda base: [replace(base, num_warps=n) for n in warps])
-    planned_call = search_split.planned_call
-
-    def last_bit_wrong(inputs, plan, workspace, out):
-        call = planned_call(inputs, plan, workspace, out)
-        if plan.schedule.num_warps != 2:
-            return call
-        return lambda: call().view(torch.int32)[0, 0].bitwise_xor_(1)
-
-    monkeypatch.setattr(search_split, "planned_call", last_bit_wrong)
-    cell = search_split.measure_cell(
-        SMALL,
-        [128],
-        every_schedule=True,
-        peers=Peers(None),
-        clock=FakeClock(),
-        ceilings=CEILINGS,
-        device=torch.device("cpu"),
-    )
-    assert [v.reason for v in cell.variants] == ["", "", "bits differ from the first schedule's"]
-    assert [v.timing is None for v in cell.variants] == [False, False, True]
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch):
-    """The commands with everything that touches a device replaced."""
-    head = {"gpu": "Some GPU", "ceilings": CEILINGS}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(report, "header", lambda *args, **kwargs: head)
-    for module in (run, search_split):
-        monkeypatch.setattr(module, "precompile", lambda jobs, folder: None)
-        monkeypatch.setattr(module, "measure_ceilings", lambda repeats: CEILINGS)
-    monkeypatch.setattr(search_split, "compile_jobs", lambda *args: [])
-    monkeypatch.setattr(run, "measure_host_times", lambda peers: {"triton_mla": Timing(39.0, 38.0, 40.0)})
-    monkeypatch.setattr(run, "count_variants", lambda heads: {h: {"kernel": 5} for h in heads})
-
-
-def test_the_run_command(pretended_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def pretended(workload: Workload, **options: object) -> runner.Measured:
-        timings = {"triton_mla": Timing(100.0, 99.0, 101.0), "floor": Timing(90.0, 90.0, 90.0)}
-        wrong = {"triton_mla": "wrong result"} if workload.heads == 64 else {}
-        return runner.Measured(workload, timings, left_out=wrong)
-
-    monkeypatch.setattr(run, "measure", pretended)
-    path = tmp_path / "r.json"
-    assert run.main(["--out", str(path)]) == 0
-    read = json.loads(path.read_text())
-    assert len(read["rows"]) == 2 * 26 and read["compiled_kernels"] == {"H=16": {"kernel": 5}, "H=128": {"kernel": 5}}
-    assert read["host_time"] == {"triton_mla": {"us_median": 39.0, "us_spread": 2.0}}
-    assert {t["reached"] for t in read["targets"]} == {True, None}
-    assert run.main(["--rows", "extend", "--workloads", "64,1,10", "--out", str(path)]) == 1, (
-        "a wrong result is a failure"
-    )
-    assert run.main(["--seconds", "-1", "--out", str(path)]) == 0
-    assert json.loads(path.read_text())["rows"] == [], "nothing starts after the deadline"
-    assert run.default_path("NVIDIA H200").name == "nvidia_h200.json"
-
-
-def test_the_search_command(pretended_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def pretended(workload: Workload, splits: list[int], **options: object) -> search_split.Cell:
-        schedule = implementations.plan_for(make_inputs(SMALL, "cpu")).schedule
-        variants = [search_split.Variant(n, schedule, Timing(float(n), n - 1.0, n + 1.0)) for n in splits]
-        return search_split.Cell(workload, variants, {"flashmla": Timing(1000.0, 1.0, 1.0)}, Timing(1.0, 1.0, 1.0))
-
-    monkeypatch.setattr(search_split, "measure_cell", pretended)
-    path = tmp_path / "s.json"
-    assert search_split.main(["--heads", "16", "--splits", "512", "1024", "--out", str(path)]) == 0
-    read = json.loads(path.read_text())
-    assert len(read["cells"]) == 32
-    assert read["regret"]["1024"]["worst_regret"] == 2.0 and read["regret"]["1024"]["worst_to_best_peer"] == 1.024
-
-
-def test_commands_say_that_they_need_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run.main([]) == 2
-    assert search_split.main([]) == 2

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from triton_mla.cli import doctor, explain, verify
+from triton_mla.cli import bench, doctor, explain, verify
 from triton_mla.errors import UnsupportedError
 
-COMMANDS = (doctor, explain, verify)
+COMMANDS = (doctor, explain, verify, bench)
 
 EPILOG = """\
 exit codes:
@@ -26,6 +26,7 @@ examples:
   triton-mla doctor
   triton-mla explain --heads 128 --prefix-caching keep
   triton-mla verify --record evidence.json
+  triton-mla bench --suite decode
 """
 
 
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The argument parser with all subcommands."""
     parser = _Parser(
         prog="triton-mla",
-        description="Batch-invariant MLA attention in Triton: look at a machine, explain settings, prove invariance.",
+        description="Batch-invariant MLA attention in Triton: look at a machine, explain settings, prove invariance, measure times.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,9 +1,11 @@
-"""Plain text for terminals: aligned columns and a line of progress."""
+"""Plain text for terminals: aligned columns, a line of progress, and values of options."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 
@@ -15,6 +17,20 @@ def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def positive(text: str) -> int:
+    """A positive integer, for argparse."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are positive integers")
+    return int(text)
+
+
+def folder(text: str) -> Path:
+    """A folder that exists, for argparse."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a folder that exists")
+    return Path(text)
 
 
 class ProgressLine:

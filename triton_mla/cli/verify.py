@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from triton_mla.cli.text import ProgressLine, columns
+from triton_mla.cli.text import ProgressLine, columns, folder, positive
 
 DESCRIPTION = """\
 Proves the contract on this machine. Each row is one line of the contract: how many comparisons were
@@ -43,18 +43,6 @@ def _device(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r}: allowed are auto, cpu, cuda and cuda:N")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are positive integers")
-    return int(text)
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a folder that exists")
-    return Path(text)
-
-
 def add_parser(subparsers: Any) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
@@ -67,10 +55,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--device", type=_device, default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, for a first look")
     parser.add_argument(
-        "--jobs", type=_positive, metavar="N", default=min(4, os.cpu_count() or 1), help="processes (default: up to 4)"
+        "--jobs", type=positive, metavar="N", default=min(4, os.cpu_count() or 1), help="processes (default: up to 4)"
     )
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the evidence to FILE as JSON")
-    parser.add_argument("--golden", type=_folder, metavar="DIR", help="folder with golden_<arch>.json files (default: the package's)")
+    parser.add_argument("--golden", type=folder, metavar="DIR", help="folder with golden_<arch>.json files (default: the package's)")
     parser.add_argument("--json", action="store_true", help="print the evidence as JSON")
     parser.set_defaults(run=run)
 
