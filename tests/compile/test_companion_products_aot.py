@@ -13,11 +13,12 @@ from test_aot import check_fits
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from triton_mla.companion.products import COMBINE_WIDTH, split_length
-from triton_mla.companion.tiles import TILES, Tile
+from triton_mla.companion.multiply import COMBINE_WIDTH
+from triton_mla.companion.tiles import TILES, Tile, tiles_of
 from triton_mla.kernels.companion.grouped import add_slots_kernel, grouped_kernel
 from triton_mla.kernels.companion.matmul import add_splits_kernel, matmul_kernel, matmul_tma_kernel
 from triton_mla.launch import INTERPRETED
+from triton_mla.tuning import ARCHITECTURES
 
 pytestmark = [
     pytest.mark.compile,
@@ -27,7 +28,8 @@ pytestmark = [
 SPLITS = 4
 INTEGERS = {"ROWS": "*i32", "GROUP_STARTS": "*i32", "PLACES": "*i32", "WEIGHTS": "*fp32", "PARTIALS": "*fp32"}
 LINEAR = ("stride_a_k", "stride_b_k")
-CASES = [pytest.param(arch, tile, id=f"{arch}-{i}") for arch in ("sm_90", "sm_100") for i, (_, _, tile) in enumerate(TILES.get(arch, TILES["other"]))]
+ARCHS = [arch for arch in ARCHITECTURES if arch != "interpreter"]
+CASES = [pytest.param(arch, tile, id=f"{arch}-{i}") for arch in ARCHS for i, tile in enumerate(tiles_of(arch))]
 
 
 def build(arch: str, kernel: Any, constants: dict[str, Any], tile: Tile, dtype: torch.dtype, **types: str) -> str:
@@ -40,7 +42,8 @@ def build(arch: str, kernel: Any, constants: dict[str, Any], tile: Tile, dtype: 
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32), options={**options, "enable_fp_fusion": False})
+    target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+    compiled = triton.compile(source, target=target, options={**options, "enable_fp_fusion": False})
     return check_fits(arch, aot.Launch(kernel, constants, options), compiled)
 
 
@@ -56,51 +59,56 @@ def matmul(arch: str, tile: Tile, dtype: torch.dtype, *, split: bool = False, ev
 
 
 def matmul_tma(tile: Tile, *, split: bool = False, by_rows: tuple[bool, bool] = (True, False)) -> str:
+    across = split and tile.across
     shapes = {"A": (tile.block_m, tile.block_k), "B": (tile.block_k, tile.block_n), "OUT": (tile.block_m, tile.block_n // tile.subtiles)}
-    types = {name: f"tensordesc<bf16[{rows}, {cols}]>" for name, (rows, cols) in shapes.items()}
     for name, straight in zip(("A", "B"), by_rows, strict=True):
-        if not straight:
-            types[name] = f"tensordesc<bf16[{shapes[name][1]}, {shapes[name][0]}]>"
-    constants = {**blocks(tile), "GROUP_M": tile.group_m, "A_BY_ROWS": by_rows[0], "B_BY_ROWS": by_rows[1], "SWAP": tile.swap,
-                 "SPLIT_K": 1792 if split else 0, "SPLITS": SPLITS if split else 1, "HAS_BIAS": True, "SUBTILES": tile.subtiles}
+        shapes[name] = shapes[name] if straight else shapes[name][::-1]
+    types = {name: f"tensordesc<{'fp32' if across and name == 'OUT' else 'bf16'}[1, {rows}, {cols}]>" for name, (rows, cols) in shapes.items()}
+    constants = {**blocks(tile), "GROUP_M": tile.group_m, "A_BY_ROWS": by_rows[0], "B_BY_ROWS": by_rows[1], "SWAP": tile.swap, "SPLIT_K": 1792 if split else 0,
+                 "SPLITS": SPLITS if split else 1, "ACROSS": across, "HAS_BIAS": not across, "SUBTILES": tile.subtiles}
     return build("sm_90", matmul_tma_kernel, constants, tile, torch.bfloat16, **types)
 
 
 def check_products(arch: str, tile: Tile, text: str) -> None:
     wide = arch == "sm_90" and (tile.block_n if tile.swap else tile.block_m) >= 64
-    assert "wgmma" in text if wide else "mma.sync" in text or "tcgen05" in text
+    if arch.startswith("gfx"):
+        assert "v_mfma" in text
+    else:
+        assert "wgmma" in text if wide else "mma.sync" in text or "tcgen05" in text
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize(("arch", "tile"), CASES)
-def test_matmul(arch: str, tile: Tile, split: bool) -> None:
-    text = matmul(arch, tile, torch.bfloat16, split=split)
+def test_matmul(arch: str, tile: Tile) -> None:
+    text = matmul(arch, tile, torch.bfloat16)
     check_products(arch, tile, text)
-    assert re.search(r"cp\.async\.cg\S* \[ %r\d+ \+ 0 \], \[ %rd\d+ \+ 0 \], 0x10", text) or arch == "sm_100", "weights come 16 bytes at a time"
+    assert re.search(r"cp\.async\.cg\S* \[ %r\d+ \+ 0 \], \[ %rd\d+ \+ 0 \], 0x10", text) or not re.match("sm_[89]", arch), "16 bytes of weights at a time"
 
 
-@pytest.mark.parametrize("tile", [tile for _, _, tile in TILES["sm_90"] if tile.tma], ids=str)
+@pytest.mark.parametrize("tile", [tile for table in ("sm_90 split", "other") for *_, options in TILES[table] for tile in options], ids=str)
+def test_split(tile: Tile) -> None:
+    """By pointers, and by descriptors where the table has them."""
+    check_products("sm_90", tile, matmul("sm_90", tile, torch.bfloat16, split=True))
+    if tile.tma:
+        text = matmul_tma(tile, split=True)
+        assert "wgmma" in text and "cp.async.bulk.tensor" in text
+
+
+@pytest.mark.parametrize("tile", [tile for tile in tiles_of("sm_90") if tile.tma], ids=str)
 def test_tma(tile: Tile) -> None:
     for by_rows in ((True, False), (True, True), (False, False)):
         text = matmul_tma(tile, by_rows=by_rows)
         assert "wgmma" in text and "cp.async.bulk.tensor" in text
 
 
-def test_split_tma() -> None:
-    split = next(tile for most_m, most_n, tile in TILES["sm_90"] if most_m >= 4096 and most_n >= 2112)
-    assert split_length(2112, 7168) < 7168 and split.tma
-    assert "wgmma" in matmul_tma(split, split=True)
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_odd_sizes_and_other_strides(arch: str) -> None:
-    for _, _, tile in (TILES.get(arch, TILES["other"])[0], TILES.get(arch, TILES["other"])[-1]):
+    for tile in (tiles_of(arch)[0], tiles_of(arch)[-1]):
         check_products(arch, tile, matmul(arch, tile, torch.bfloat16, even=False, unit=("stride_a_m", "stride_b_n")))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_fp32_is_not_rounded_for_the_matrix_unit(arch: str) -> None:
-    assert "mma" not in matmul(arch, TILES["fp32"][0][2], torch.float32)
+    assert arch.startswith("gfx") or "mma" not in matmul(arch, tiles_of("fp32")[0], torch.float32)
 
 
 @pytest.mark.parametrize(("arch", "tile"), CASES)

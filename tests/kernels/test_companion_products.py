@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from triton_mla.companion.products import bmm, grouped_linear, linear, matmul, moe_experts, multiply, split_length
-from triton_mla.companion.tiles import TILES, Tile, tile_for
+from triton_mla.companion import bmm, grouped_linear, linear, matmul, moe_experts
+from triton_mla.companion.multiply import multiply
+from triton_mla.companion.products import split_length
+from triton_mla.companion.tiles import TILES, Tile, tile_for, tiles_of
 from triton_mla.testing import assert_bitwise_equal, assert_close, bitwise_equal
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -162,6 +164,32 @@ def test_split_length():
 
 
 SPLIT_TILES = [Tile(64, 64, 32, 4, 1), Tile(64, 64, 64, 4, 2, across=True), Tile(16, 32, 64, 4, 1, swap=True), Tile(16, 64, 32, 4, 3, across=True, group_m=1)]
+TMA_TILES = [
+    Tile(64, 64, 32, 4, 1, tma=True), Tile(64, 32, 64, 4, 2, swap=True, tma=True, per_sm=1),
+    Tile(32, 64, 32, 4, 2, across=True, tma=True, per_sm=1, subtiles=2),
+]
+
+
+def has_tma(device):
+    """Under the interpreter too, but its products in bf16 are wrong there."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
+
+
+@pytest.mark.parametrize("split_k", [64, 1000])
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32], ids=str)
+def test_descriptors_read_and_write_what_pointers_do(draw, device, kind, split_k):
+    """Batches, whatever dimension is contiguous, and sizes that fill no tile."""
+    if not has_tma(device) or (device.type == "cuda" and kind == torch.float32):
+        pytest.skip("descriptors need sm_90, and fp32 products of these tiles take minutes to compile")
+    a, b, bias = draw(3, 70, 136, dtype=kind), draw(3, 136, 72, dtype=kind, seed=1), draw(72, dtype=kind, seed=2)
+    for x in (a, a.transpose(0, 1).contiguous().transpose(0, 1), draw(3, 136, 72, dtype=kind).transpose(1, 2)[:, :70]):
+        for w in (b, b.transpose(1, 2).contiguous().transpose(1, 2)):
+            expected = multiply(x, w, bias, None, SPLIT_TILES[0], split_k)
+            for tile in TMA_TILES:
+                around = torch.full((73, 3, 80), torch.nan, dtype=kind, device=device)
+                out = around[:70, :, :72].transpose(0, 1)
+                assert_bitwise_equal(multiply(x, w, bias, out, tile, split_k).contiguous(), expected, str(tile))
+                assert bool(around[70:].isnan().all() and around[..., 72:].isnan().all())
 
 
 @pytest.mark.parametrize("K", [300, 256, 65, 64])
@@ -187,7 +215,7 @@ def test_control_another_split_differs(draw):
 def test_tiles_under_the_interpreter(draw):
     """With products that add as a tensor core does, on a GPU too."""
     a, b = draw(1, 50, 100), draw(1, 100, 70, seed=1)
-    tile = TILES["interpreter"][0][2]
+    (tile,) = tiles_of("interpreter")
     whole = multiply(a, b, None, None, tile, 100)
     for other in (replace(tile, block_m=16), replace(tile, block_n=16, group_m=2), replace(tile, block_k=32), replace(tile, block_m=32, swap=True)):
         if a.device.type == "cpu" or max(other.block_m, other.block_n) <= 64:
@@ -195,13 +223,26 @@ def test_tiles_under_the_interpreter(draw):
 
 
 def test_tables_serve_every_size():
-    for arch in (*TILES, "sm_80", "gfx942"):
+    for arch in ("sm_90", "sm_80", "gfx942", "interpreter"):
         for M in (1, 16, 17, 300, 2**20):
             for kind in DTYPES.values():
-                assert isinstance(tile_for(M, 129280, kind, arch), Tile)
+                for batch, split in ((1, False), (1, True), (128, False)):
+                    assert tile_for(M, 129280, kind, arch, batch=batch, split=split) in tiles_of(arch) + tiles_of("fp32")
+    assert {tile for name in TILES for tile in tiles_of(name.split()[0])} == {tile for table in TILES.values() for *_, options in table for tile in options}
 
 
-ALL_TILES = [tile for table in ("sm_90", "other") for _, _, tile in TILES[table]]
+def test_the_tile_of_a_product_fills_the_machine():
+    """Two waves of small tiles against one of large ones, and 132 multiprocessors against half of them."""
+    def shape(*args, **options):
+        tile = tile_for(*args, torch.bfloat16, "sm_90", **options)
+        return tile.block_m, tile.block_n
+
+    assert shape(2048, 2048) == (128, 256) and shape(2048, 3072) == (128, 128)
+    assert shape(64, 4096) == (64, 32) and shape(64, 4096, num_sms=66) == (64, 64)
+    assert shape(128, 512, batch=2) == (64, 32) and shape(2048, 128, batch=16) == (256, 128)
+
+
+ALL_TILES = [*tiles_of("sm_90"), *tiles_of("sm_80")]
 OTHER_TILES = [
     Tile(16, 64, 64, 4, 3, swap=True), Tile(16, 16, 512, 4, 3, across=True), Tile(64, 16, 128, 4, 3),
     Tile(128, 128, 64, 4, 3, group_m=1), Tile(64, 128, 128, 8, 2, swap=True),
@@ -211,7 +252,7 @@ OTHER_TILES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", ALL_TILES + OTHER_TILES, ids=str)
 def test_no_tile_changes_a_bit(draw, device, tile):
-    if tile.tma and torch.cuda.get_device_capability(device)[0] != 9:
+    if tile.tma and not has_tma(device):
         pytest.skip("descriptors need sm_90")
     for kind in (torch.bfloat16, torch.float16):
         for M, N, K in ((1, 2112, 7168), (300, 576, 2048), (130, 520, 1000)):
@@ -221,6 +262,9 @@ def test_no_tile_changes_a_bit(draw, device, tile):
                     expected = multiply(a, b, bias, None, OTHER_TILES[0], split_k)
                     assert_bitwise_equal(multiply(a, b, bias, None, tile, split_k), expected, f"{kind} {M}x{N}x{K} split {split_k}:")
                     assert_bitwise_equal(multiply(a.transpose(1, 2).contiguous().transpose(1, 2), b, bias, None, tile, split_k), expected, "a by columns:")
+        a, b = draw(5, 300, 512, dtype=kind), draw(5, 512, 136, dtype=kind, seed=1)
+        out = torch.empty(300, 5, 136, dtype=kind, device=device).transpose(0, 1)
+        assert_bitwise_equal(multiply(a, b, None, out, tile, 512).contiguous(), multiply(a, b, None, None, OTHER_TILES[0], 512), f"{kind} batch:")
 
 
 def grouped_reference(x, weight, starts):
@@ -317,6 +361,19 @@ BAD = [
 def test_bad_input(draw, call, word):
     with pytest.raises(ValueError, match=word):
         call(draw(4, 8), draw(8, 6, seed=1))
+
+
+@pytest.mark.gpu
+def test_a_call_like_one_before(draw):
+    """With other addresses, aligned or not, into an out of the caller's and without the bias."""
+    for N, K, biased in ((2112, 7168, True), (520, 1024, False)):
+        x, w, bias = draw(70, K, dtype=torch.bfloat16), draw(N, K, dtype=torch.bfloat16, seed=1), draw(N, dtype=torch.bfloat16, seed=2) if biased else None
+        expected = linear(x, w, bias)
+        for _ in range(2):
+            assert_bitwise_equal(linear(x.clone(), w.clone(), bias), expected)
+            assert_bitwise_equal(linear(torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x), w, bias), expected, "not aligned:")
+            out = torch.empty_like(expected)
+            assert linear(x, w, bias, out=out) is out and bitwise_equal(out, expected)
 
 
 @pytest.mark.gpu

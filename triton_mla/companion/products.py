@@ -6,23 +6,20 @@ nor on where the row lies. The order of additions is a property of (N, K) alone 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import checks
-from ..calls import device_facts, on_device
+from ..calls import MAX_CALLS, device_facts, on_device
 from ..kernels.companion.grouped import add_slots_kernel, grouped_kernel
-from ..kernels.companion.matmul import add_splits_kernel, matmul_kernel, matmul_tma_kernel
 from ..launch import INTERPRETED, launch
+from .multiply import COMBINE_WIDTH, Product, in_place, kind, multiply, product_of
 from .rows import silu_and_mul
 from .tiles import Tile, tile_for
-
-COMBINE_WIDTH = 256
 
 
 def split_length(N: int, K: int) -> int:
@@ -50,26 +47,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None)
     Raises:
         ValueError: an argument is wrong; nothing has been launched or written.
     """
-    _operand("a", a)
-    _operand("b", b, a)
-    if a.dim() == 0 or b.dim() == 0:
-        raise ValueError(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; both must have a dimension at least")
-    left = a.unsqueeze(0) if a.dim() == 1 else a
-    right = b.unsqueeze(1) if b.dim() == 1 else b
-    (M, K), N = left.shape[-2:], right.shape[-1]
-    if right.shape[-2] != K:
-        raise ValueError(f"b has shape {tuple(b.shape)}; it must have {K} rows, as a of shape {tuple(a.shape)} has columns")
-    try:
-        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    except RuntimeError:
-        raise ValueError(f"b has shape {tuple(b.shape)}; its batch must broadcast with that of a, {tuple(a.shape)}") from None
-    shape = (*batch, *([M] if a.dim() > 1 else []), *([N] if b.dim() > 1 else []))
-    _check_out(out, shape, a)
-    if right.dim() == 2:
-        return _finish(_product(left.reshape(1, prod(left.shape[:-1]), K), right.unsqueeze(0), None, None), shape, out)
-    size = prod(batch)
-    x, w = left.expand(*batch, M, K).reshape(size, M, K), right.expand(*batch, K, N).reshape(size, K, N)
-    return _finish(_product(x, w, None, None), shape, out)
+    return product_call(_check_matmul, a, b, None, out)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,19 +55,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Args: x [..., K] or [K]; weight [N, K]; bias [N], all of one dtype; out [..., N].
     """
-    _operand("x", x)
-    _operand("weight", weight, x, dims=2)
-    N, K = weight.shape
-    if x.dim() == 0 or x.shape[-1] != K:
-        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be {K}, as that of weight of shape {tuple(weight.shape)}")
-    if bias is not None:
-        _operand("bias", bias, x, dims=1)
-        checks.shape("bias", bias, (N,), "one value for each row of weight")
-        bias = bias.contiguous()
-    shape = (*x.shape[:-1], N)
-    _check_out(out, shape, x)
-    direct = out.view(1, prod(shape[:-1]), N) if out is not None and out.is_contiguous() else None
-    return _finish(_product(x.reshape(1, prod(x.shape[:-1]), K), weight.t().unsqueeze(0), bias, direct), shape, out)
+    return product_call(_check_linear, x, weight, bias, out)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,12 +63,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
 
     Args: a [B, M, K]; b [B, K, N]; out [B, M, N], written in place where its last dimension is contiguous.
     """
-    _operand("a", a, dims=3)
-    _operand("b", b, a, dims=3)
-    checks.shape("b", b, (a.shape[0], a.shape[2], b.shape[2]), "one matrix for each of a, with a row for each of its columns")
-    shape = (*a.shape[:2], b.shape[2])
-    _check_out(out, shape, a)
-    return _finish(_product(a, b, None, out if out is not None and out.stride(2) == 1 else None), shape, out)
+    return product_call(_check_bmm, a, b, None, out)
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, group_starts: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -198,98 +159,131 @@ def _check_out(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Ten
         checks.no_overlap("out", out)
 
 
-def _finish(result: torch.Tensor, shape: tuple[int, ...], out: torch.Tensor | None) -> torch.Tensor:
-    """The result in its shape, and in ``out`` if it is not already there."""
-    if out is None:
-        return result.view(shape)
-    return out if out.data_ptr() == result.data_ptr() and out.numel() else out.copy_(result.view(shape))
+class Operands(NamedTuple):
+    """A product in the form that the kernels take: a [B, M, K], b [B, K, N], bias [N]."""
 
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    shape: tuple[int, ...]  # of the result
+    rows_first: bool = False  # the result is [M, B, N]
 
-def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
-    """a [B, M, K] . b [B, K, N] (+ bias [N]) -> [B, M, N]."""
-    if torch.compiler.is_compiling():
-        return torch.ops.triton_mla.product(a, b, bias)
-    return multiply(a, b, bias, out, None, split_length(b.shape[2], b.shape[1]))
-
-
-class _Prepared(NamedTuple):
-    """What a product's launches have besides tensors."""
-
-    tile: Tile
-    tma: bool
-    partials: int  # splits that are programs' own, or 0
-    keys: tuple[tuple[Any, ...], tuple[Any, ...]]
-    programs: int
-    integers: tuple[int, ...]
-    constants: dict[str, Any]
-    options: dict[str, int]
-
-
-@lru_cache(maxsize=4096)
-def _prepare(a: tuple[int, ...], strides: tuple[tuple[int, ...], ...], N: int, biased: bool, aligned: tuple[int, ...], dtype: torch.dtype,
-             device: torch.device, tile: Tile | None, split_k: int) -> _Prepared:
-    (batch, M, K), (a_strides, b_strides, out_strides), (arch, num_sms) = a, strides, device_facts(device)
-    tile = tile_for(M, N, dtype, arch) if tile is None else tile
-    splits = max(1, -(-K // split_k)) if K else 1
-    tiles, options = -(-M // tile.block_m) * -(-N // tile.block_n), {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    far = [x[1] if x[2] == 1 else x[2] for x in strides]
-    fits = splits == 1 or split_k % tile.block_k == 0  # no block of k straddles two splits
-    tma = tile.tma and fits and batch == 1 and K > 0 and out_strides[2] == 1 and not any(aligned) and all(n > 0 and n * dtype.itemsize % 16 == 0 for n in far)
-    shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
-    split = {"SWAP": tile.swap, "SPLIT_K": split_k if splits > 1 else 0, "SPLITS": splits}
-    if tma:
-        flags: dict[str, Any] = {"A_BY_ROWS": a_strides[2] == 1, "B_BY_ROWS": b_strides[2] == 1, **split, "HAS_BIAS": biased, "SUBTILES": tile.subtiles}
-        programs = min(tiles, num_sms * tile.per_sm) if tile.per_sm else tiles
-        return _Prepared(tile, True, 0, ((dtype, *astuple(tile), *flags.values()), ()), programs, (M, N, K), {**shape, **flags}, options)
-    partials = splits if tile.across and splits > 1 else 0
-    flags = {"EVEN_K": K % tile.block_k == 0 and fits, **split, "ACROSS": partials > 0, "HAS_BIAS": biased and not partials, "PRECISION": "ieee",
-             "EMULATE_BF16": INTERPRETED and dtype == torch.bfloat16}
-    integers = (*a_strides, *b_strides, *((M * N, N) if partials else out_strides[:2]), M, N, K)
-    kinds = [_kind(n) for n in (*integers[:8], N, K)]
-    sums = (dtype, splits, biased, *aligned, *(_kind(n) for n in (*out_strides[:2], N)))
-    return _Prepared(tile, False, partials, ((dtype, *astuple(tile), *flags.values(), *kinds, *aligned), sums), tiles * batch * max(1, partials), integers,
-                     {**shape, **flags}, options)
-
-
-def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, tile: Tile | None, split_k: int) -> torch.Tensor:
-    """Launch a [B, M, K] . b [B, K, N] + bias [N] -> out [B, M, N] of one dtype, K cut every ``split_k``. ``tile`` overrides the table."""
-    a, b = _in_place(a), _in_place(b)
-    (batch, M, _), N, device = a.shape, b.shape[2], a.device
-    if out is None:
-        out = torch.empty((batch, M, N), dtype=a.dtype, device=device)
-    if out.numel() == 0:
-        return out
-    to, added = out, out if bias is None else bias
-    aligned = (a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16, added.data_ptr() % 16)
-    p = _prepare(a.shape, (a.stride(), b.stride(), out.stride()), N, bias is not None, aligned, a.dtype, device, tile, split_k)
-    with on_device(device):
-        if p.tma:
-            m, n, k = p.tile.block_m, p.tile.block_n, p.tile.block_k
-            operands = (_descriptor(a[0], m, k), _descriptor(b[0], k, n), added, _descriptor(out[0], m, n // p.tile.subtiles))
-            launch(matmul_tma_kernel, p.keys[0], (p.programs, 1), (*operands, *p.integers), p.constants, p.options)
+    def place(self, out: torch.Tensor) -> torch.Tensor | None:
+        """``out`` [shape] as [B, M, N], its last dimension contiguous; None if it does not lie so."""
+        sizes = (*self.a.shape[:2], self.b.shape[2])
+        if self.rows_first:
+            out = out.transpose(0, 1)
+        if out.shape == sizes and out.stride(2) == 1:
             return out
-        if p.partials:
-            to = torch.empty((batch * p.partials, M, N), dtype=torch.float32, device=device)
-        launch(matmul_kernel, p.keys[0], (p.programs, 1), (a, b, added, to, *p.integers), p.constants, p.options)
-        if p.partials:
-            launch(add_splits_kernel, p.keys[1], (batch * M, -(-N // COMBINE_WIDTH)), (to, added, out, *out.stride()[:2], M, N),
-                   {"SPLITS": p.partials, "WIDTH": COMBINE_WIDTH, "HAS_BIAS": bias is not None, "EMULATE_BF16": p.constants["EMULATE_BF16"]}, {"num_warps": 2})
-    return out
+        return out.view(sizes) if out.is_contiguous() else None
+
+    def computed(self, product: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """By `_product` or the operator of it, in a tensor of its own."""
+        result = product(self.a, self.b, self.bias, self.rows_first)
+        return (result.transpose(0, 1) if self.rows_first else result).view(self.shape)
+
+
+Check = Callable[[Any, Any, Any, Any], Operands]
+_calls: dict[tuple[Any, ...], tuple[Product, tuple[int, ...]]] = {}
+
+
+def product_call(check: Check, a: Any, b: Any, bias: Any, out: Any) -> torch.Tensor:
+    """The product that ``check`` makes of a caller's arguments; see `matmul`.
+
+    Arguments of equal shapes, strides, dtypes and devices have passed the checks before: on a GPU those take longer than a small product.
+    """
+    if torch.compiler.is_compiling():
+        result = check(a, b, bias, out).computed(torch.ops.triton_mla.product)
+        return result if out is None else out.copy_(result)
+    facts: tuple[Any, ...] = ()
+    known = None
+    try:
+        facts = (check, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in (a, b, bias, out)])
+        known = _calls.get(facts)
+    except (AttributeError, TypeError, RuntimeError):
+        pass  # the checks say which argument it is
+    if known is not None:
+        result = a.new_empty(known[1]) if out is None else out
+        to = result.data_ptr()
+        if known[0].run_ready(a.data_ptr(), b.data_ptr(), to, to if bias is None else bias.data_ptr(), a):
+            return result
+    x = check(a, b, bias, out)
+    result = x.a.new_empty(x.shape) if out is None else out
+    if result.numel() == 0:
+        return result
+    to = x.place(result)
+    if to is None:
+        return result.copy_(x.computed(_product))
+    left, right = in_place(x.a), in_place(x.b)
+    prepared = product_of(left, right, x.bias, to, None, split_length(x.b.shape[2], x.b.shape[1]))
+    prepared.run(left, right, to, x.bias)
+    if prepared.ready and all(t is None or t.data_ptr() == given.data_ptr() for t, given in ((left, a), (right, b), (x.bias, bias))):  # none is a copy
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        _calls[facts] = prepared, x.shape
+    return result
+
+
+def _check_matmul(a: Any, b: Any, _: None, out: Any) -> Operands:
+    _operand("a", a)
+    _operand("b", b, a)
+    if a.dim() == 0 or b.dim() == 0:
+        raise ValueError(f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; both must have a dimension at least")
+    left = a.unsqueeze(0) if a.dim() == 1 else a
+    right = b.unsqueeze(1) if b.dim() == 1 else b
+    (M, K), N = left.shape[-2:], right.shape[-1]
+    if right.shape[-2] != K:
+        raise ValueError(f"b has shape {tuple(b.shape)}; it must have {K} rows, as a of shape {tuple(a.shape)} has columns")
+    try:
+        batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"b has shape {tuple(b.shape)}; its batch must broadcast with that of a, {tuple(a.shape)}") from None
+    shape = (*batch, *([M] if a.dim() > 1 else []), *([N] if b.dim() > 1 else []))
+    _check_out(out, shape, a)
+    if right.dim() == 2:
+        return Operands(left.reshape(1, prod(left.shape[:-1]), K), right.unsqueeze(0), None, shape)
+    size = prod(batch)
+    return Operands(left.expand(*batch, M, K).reshape(size, M, K), right.expand(*batch, K, N).reshape(size, K, N), None, shape)
+
+
+def _check_linear(x: Any, weight: Any, bias: Any, out: Any) -> Operands:
+    _operand("x", x)
+    _operand("weight", weight, x, dims=2)
+    N, K = weight.shape
+    if x.dim() == 0 or x.shape[-1] != K:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be {K}, as that of weight of shape {tuple(weight.shape)}")
+    if bias is not None:
+        _operand("bias", bias, x, dims=1)
+        checks.shape("bias", bias, (N,), "one value for each row of weight")
+        bias = bias.contiguous()
+    shape = (*x.shape[:-1], N)
+    _check_out(out, shape, x)
+    return Operands(x.reshape(1, prod(x.shape[:-1]), K), weight.t().unsqueeze(0), bias, shape)
+
+
+def _check_bmm(a: Any, b: Any, _: None, out: Any) -> Operands:
+    _operand("a", a, dims=3)
+    _operand("b", b, a, dims=3)
+    checks.shape("b", b, (a.shape[0], a.shape[2], b.shape[2]), "one matrix for each of a, with a row for each of its columns")
+    shape = (*a.shape[:2], b.shape[2])
+    _check_out(out, shape, a)
+    return Operands(a, b, None, shape)
 
 
 def _grouped(x: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, starts: torch.Tensor, out: torch.Tensor | None, top_k: int = 0,
              tile: Tile | None = None) -> torch.Tensor:
     """`grouped_linear`; with ``rows`` [S] int32, row s is ``x[rows[s] // top_k]``."""
-    weight = _in_place(weight)
+    weight = in_place(weight)
     (E, N, K), S = weight.shape, x.shape[0] if rows is None else rows.shape[0]
     if out is None:
         out = torch.empty((S, N), dtype=x.dtype, device=x.device)
     if tile is None:
-        tile = tile_for(-(-S // max(1, E)), N, x.dtype, device_facts(x.device)[0])
+        arch, num_sms = device_facts(x.device)
+        tile = tile_for(-(-S // max(1, E)), N, x.dtype, arch, batch=E, num_sms=num_sms)
     strides = (x.stride(0), *weight.stride(), out.stride(0))
     flags = {"EVEN_K": K % tile.block_k == 0, "SWAP": tile.swap, "PRECISION": "ieee", "EMULATE_BF16": INTERPRETED and x.dtype == torch.bfloat16}
     rows = starts if rows is None else rows
-    key = (x.dtype, top_k, *astuple(tile), *flags.values(), *map(_kind, (*strides, N, K)), *(t.data_ptr() % 16 for t in (x, rows, weight, starts, out)))
+    key = (x.dtype, top_k, *astuple(tile), *flags.values(), *map(kind, (*strides, N, K)), *(t.data_ptr() % 16 for t in (x, rows, weight, starts, out)))
     with on_device(x.device):
         launch(grouped_kernel, key, (-(-N // tile.block_n), S // tile.block_m + E + 1 if S else 0),
                (x, rows, weight, starts, out, *strides, S, E, N, K),
@@ -308,33 +302,21 @@ def _moe(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.
     y = _grouped(hidden, None, down, starts, None)
     constants = {"TOP_K": slots, "WIDTH": COMBINE_WIDTH, "EMULATE_BF16": INTERPRETED and x.dtype == torch.bfloat16}
     with on_device(x.device):
-        launch(add_slots_kernel, (x.dtype, slots, _kind(K), weights.data_ptr() % 16), (T, -(-K // COMBINE_WIDTH)),
+        launch(add_slots_kernel, (x.dtype, slots, kind(K), weights.data_ptr() % 16), (T, -(-K // COMBINE_WIDTH)),
                (y, places, weights, out, y.stride(0), out.stride(0), K), constants, {"num_warps": 2})
     return out
 
 
-def _in_place(x: torch.Tensor) -> torch.Tensor:
-    """x if one of its last two dimensions is contiguous, else a copy."""
-    return x if 1 in x.stride()[1:] else x.contiguous()
+def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, rows_first: bool) -> torch.Tensor:
+    """a [B, M, K] . b [B, K, N] (+ bias [N]) -> [B, M, N]; with ``rows_first`` it lies in memory as [M, B, N]."""
+    return multiply(in_place(a), in_place(b), bias, _empty(a, b, bias, rows_first), None, split_length(b.shape[2], b.shape[1]))
 
 
-def _kind(value: int) -> tuple[bool, bool, bool]:
-    """What Triton compiles in of an integer."""
-    return value == 1, value % 16 == 0, value >= 2**31
+def _empty(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, rows_first: bool) -> torch.Tensor:
+    batch, M, N = *a.shape[:2], b.shape[2]
+    return a.new_empty((M, batch, N)).transpose(0, 1) if rows_first else a.new_empty((batch, M, N))
 
-
-def _descriptor(x: torch.Tensor, rows: int, cols: int) -> object:
-    """TMA descriptor of blocks of ``x`` [rows, cols] as they lie in memory."""
-    x, block = (x, [rows, cols]) if x.stride(1) == 1 else (x.t(), [cols, rows])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-
-
-@torch.library.custom_op("triton_mla::product", mutates_args=())
-def _product_operator(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What `torch.compile` sees of `matmul`, `linear` and `bmm`."""
-    return _product(a, b, bias, None)
-
-_product_operator.register_fake(lambda a, b, bias: a.new_empty((*a.shape[:2], b.shape[2])))
+torch.library.custom_op("triton_mla::product", _product, mutates_args=()).register_fake(_empty)
 
 
 @torch.library.custom_op("triton_mla::grouped_linear", mutates_args=())

@@ -52,7 +52,7 @@ def add_products(
 
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
-    A, B, BIAS, OUT, stride_a_batch, stride_a_m, stride_a_k, stride_b_batch, stride_b_k, stride_b_n, stride_out_batch, stride_out_m, M, N, K,
+    A, B, OUT, BIAS, stride_a_batch, stride_a_m, stride_a_k, stride_b_batch, stride_b_k, stride_b_n, stride_out_batch, stride_out_m, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, ACROSS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
@@ -100,7 +100,7 @@ def matmul_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def add_splits_kernel(
-    PARTIALS, BIAS, OUT, stride_out_batch, stride_out_m, M, N,
+    PARTIALS, OUT, BIAS, stride_out_batch, stride_out_m, M, N,
     SPLITS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
     """Grid (rows of all batches, column tiles): the partial sums [batch, SPLITS, M, N] of a row in ascending order, then the bias, rounded once."""
@@ -117,50 +117,67 @@ def add_splits_kernel(
 
 
 @triton.jit
-def load_and_add(A, B, acc, row, col, k, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SWAP: tl.constexpr):
-    """One step of a product from descriptors: A by rows is [M, K] in memory, else [K, M]; B by rows is [K, N], else [N, K]. Outside are zeros."""
-    x = A.load([row, k]) if A_BY_ROWS else A.load([k, row]).T
-    w = B.load([k, col]) if B_BY_ROWS else B.load([col, k]).T
-    return add_product(x, w, acc, SWAP, "ieee", False)
+def load_block(DESCRIPTOR, batch, row, col, BY_ROWS: tl.constexpr):
+    """A block [rows, cols] of one matrix of a batch, which lies so in memory if BY_ROWS, else as [cols, rows]. Outside are zeros."""
+    block = DESCRIPTOR.load([batch, row, col] if BY_ROWS else [batch, col, row])
+    block = block.reshape(block.shape[1], block.shape[2])
+    return block if BY_ROWS else block.T
 
 
 @triton.jit
-def store_tile(OUT, BIAS, acc, row, col, N, HAS_BIAS: tl.constexpr, SUBTILES: tl.constexpr):
+def add_blocks(
+    acc, A, B, batch, row, col, start, end, BLOCK_K: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SWAP: tl.constexpr,
+):
+    """`add_products` from descriptors."""
+    for k in range(start, end, BLOCK_K):
+        acc = add_product(load_block(A, batch, row, k, A_BY_ROWS), load_block(B, batch, k, col, B_BY_ROWS), acc, SWAP, "ieee", False)
+    return acc
+
+
+@triton.jit
+def store_block(OUT, block, place_out, row, col):
+    """By `reshape`: with another axis by indexing the block goes through shared memory twice."""
+    OUT.store([place_out, row, col], block.to(OUT.dtype).reshape(1, block.shape[0], block.shape[1]))
+
+
+@triton.jit
+def store_tile(OUT, BIAS, acc, place_out, row, col, N, HAS_BIAS: tl.constexpr, SUBTILES: tl.constexpr):
     """One tile of the result, in SUBTILES runs of columns: what it is staged in takes as much less of shared memory."""
     if HAS_BIAS:
         c = col + tl.arange(0, acc.shape[1])
         acc += tl.load(BIAS + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
     if SUBTILES == 2:
         left, right = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
-        OUT.store([row, col], left.to(OUT.dtype))
-        OUT.store([row, col + acc.shape[1] // 2], right.to(OUT.dtype))
+        store_block(OUT, left, place_out, row, col)
+        store_block(OUT, right, place_out, row, col + left.shape[1])
     else:
-        OUT.store([row, col], acc.to(OUT.dtype))
+        store_block(OUT, acc, place_out, row, col)
 
 
-@triton.jit(do_not_specialize=["M", "N", "K"])
+@triton.jit(do_not_specialize=["batches", "M", "N", "K"])
 def matmul_tma_kernel(
-    A, B, BIAS, OUT, M, N, K,
+    A, B, OUT, BIAS, batches, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr,
-    SWAP: tl.constexpr,
-    SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, SUBTILES: tl.constexpr,
+    SWAP: tl.constexpr, SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, ACROSS: tl.constexpr, HAS_BIAS: tl.constexpr, SUBTILES: tl.constexpr,
 ):
-    """`matmul_kernel` of one batch by descriptors (TMA). Grid (programs, 1): each takes every program-count-th tile."""
+    """`matmul_kernel` by descriptors (TMA). Grid (programs, 1): each takes every program-count-th tile of all batches, and with ACROSS of all splits."""
     row_tiles = tl.cdiv(M, BLOCK_M)
     col_tiles = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=SPLITS == 1):
-        row_tile, col_tile = place(tile, row_tiles, col_tiles, GROUP_M)
+    tiles = row_tiles * col_tiles
+    for tile in tl.range(tl.program_id(0), tiles * batches * (SPLITS if ACROSS else 1), tl.num_programs(0), flatten=ACROSS or SPLITS == 1):
+        place_out = tile // tiles
+        row_tile, col_tile = place(tile % tiles, row_tiles, col_tiles, GROUP_M)
         row, col = row_tile * BLOCK_M, col_tile * BLOCK_N
         acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if SPLITS == 1:
-            for k in range(0, K, BLOCK_K):
-                acc = load_and_add(A, B, acc, row, col, k, A_BY_ROWS, B_BY_ROWS, SWAP)
+        if ACROSS:
+            start = place_out % SPLITS * SPLIT_K
+            acc = add_blocks(acc, A, B, place_out // SPLITS, row, col, start, tl.minimum(start + SPLIT_K, K), BLOCK_K, A_BY_ROWS, B_BY_ROWS, SWAP)
+        elif SPLITS == 1:
+            acc = add_blocks(acc, A, B, place_out, row, col, 0, K, BLOCK_K, A_BY_ROWS, B_BY_ROWS, SWAP)
         else:
+            zeros = acc
             for start in range(0, K, SPLIT_K):
-                part = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-                for k in range(start, tl.minimum(start + SPLIT_K, K), BLOCK_K):
-                    part = load_and_add(A, B, part, row, col, k, A_BY_ROWS, B_BY_ROWS, SWAP)
-                acc += part
+                acc += add_blocks(zeros, A, B, place_out, row, col, start, tl.minimum(start + SPLIT_K, K), BLOCK_K, A_BY_ROWS, B_BY_ROWS, SWAP)
         if SWAP:
             acc = tl.trans(acc)
-        store_tile(OUT, BIAS, acc, row, col, N, HAS_BIAS, SUBTILES)
+        store_tile(OUT, BIAS, acc, place_out, row, col, N, HAS_BIAS, SUBTILES)
