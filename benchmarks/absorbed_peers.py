@@ -64,9 +64,9 @@ def vllm_triton(automatic: bool) -> Callable[[Inputs, Peers], Call]:
     """vLLM's Triton MLA decode: one split (its batch-invariant mode) or as many as it chooses."""
 
     def prepare(inputs: Inputs, peers: Peers) -> Call:
-        if inputs.kv_cache.numel() >= 2**31:
-            raise Unavailable("its page offsets are 32 bits: a pool of 2^31 elements or more is read out of bounds")
         w, device, module = inputs.workload, inputs.q.device, peers.vllm_triton
+        if w.batch * w.pages * w.page_size * (RANK + ROPE) >= 2**31:
+            raise Unavailable("its page offsets are 32 bits: a pool of 2^31 elements or more is read out of bounds")
         splits = 1
         if automatic:
             wanted = max(1, w.seq_len // 512)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import plot, report
 from benchmarks.host import count_variants, measure_host_times
-from benchmarks.implementation import Implementation, Workload
+from benchmarks.implementation import Workload
 from benchmarks.peers import Peers
 from benchmarks.precompile import jobs_for, precompile
 from benchmarks.registry import NAMES, REGISTRY, SUITES
@@ -71,8 +71,9 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     absent = absent_implementations(workloads, names, peers)
     for name, why in absent.items():
         print(f"{name} is left out: {why}")
+    names = [name for name in names if name not in absent]
     progress(0, len(workloads), "compiling")
-    compiled = precompile(jobs_for(workloads, names, peers), args.peers)
+    compiled = precompile(jobs_for(workloads, names), args.peers)
     progress.clear()
     print(f"{compiled} in {time.monotonic() - start:.0f} s")
     ceilings = measure_ceilings(args.repeats)
@@ -94,7 +95,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
                 print(f"out of time: {len(workloads) - index} workloads are not measured")
                 break
             progress(index, len(workloads), workload.name)
-            m = measure(workload, present(workload, names, absent), peers=peers, clock=clock, ceilings=ceilings, device=device)
+            m = measure(workload, [i for name, i in REGISTRY[workload.op].items() if name in names], peers=peers, clock=clock, ceilings=ceilings, device=device)
             progress.clear()
             print(report.line(m.rows()), flush=True)
             add(content, m, host, variants)
@@ -127,11 +128,6 @@ def absent_implementations(workloads: Sequence[Workload], names: Sequence[str], 
     """Why implementations of the workloads' ops cannot run on this machine, by name."""
     wanted = {name: i for op in dict.fromkeys(w.op for w in workloads) for name, i in REGISTRY[op].items() if name in names}
     return {name: why for name, i in wanted.items() if (why := i.available(peers))}
-
-
-def present(workload: Workload, names: Sequence[str], absent: Mapping[str, str]) -> list[Implementation]:
-    """The implementations of a workload that were asked for and can run here."""
-    return [i for name, i in REGISTRY[workload.op].items() if name in names and name not in absent]
 
 
 def print_verdicts(judged: Sequence[Verdict]) -> None:

@@ -46,12 +46,12 @@ class Job:
         return self.implementation, w
 
 
-def jobs_for(workloads: Iterable[Workload], names: Collection[str], peers: Peers) -> list[Job]:
+def jobs_for(workloads: Iterable[Workload], names: Collection[str]) -> list[Job]:
     """What the implementations of these names will compile for the workloads."""
     jobs = []
     for w in workloads:
         for name, implementation in REGISTRY[w.op].items():
-            if name not in names or not implementation.compiles or implementation.available(peers):
+            if name not in names or not implementation.compiles:
                 continue
             if name == "triton_mla_adaptive" and isinstance(w, Absorbed):
                 jobs += [Job(w, order=order) for order in adaptive_orders(w)]

@@ -78,7 +78,7 @@ class Prompt:
             prompt=self,
             q=normal(self.batch * self.new, self.heads, NOPE + ROPE),
             kv=(tokens[:, :RANK] @ weight.T).view(-1, self.heads, NOPE + VALUE),
-            k_pe=tokens[:, RANK:],
+            k_pe=tokens[:, RANK:].contiguous(),
             starts=starts,
             key_starts=key_starts,
             cache=cache,
