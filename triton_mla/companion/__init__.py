@@ -1,14 +1,16 @@
-"""What a model needs beside attention, with bits of each row's own: products, operations along rows, rotary embedding and routing to experts.
+"""What a model needs beside attention, with bits of each row's own: products, operations along rows, rotary embedding, routing to experts,
+and sums over the ranks of tensor parallelism.
 
 Every operation adds in one order, which its docstring says and docs/numerics.md lists. Forward only.
 """
 
+from .collectives import ordered_all_reduce
 from .products import bmm, grouped_linear, linear, matmul, moe_experts
 from .rotary import rotary_embedding
 from .routing import route_tokens
 from .rows import log_softmax, mean, rms_norm, silu_and_mul, softmax
 
 __all__ = [
-    "bmm", "grouped_linear", "linear", "log_softmax", "matmul", "mean", "moe_experts", "rms_norm", "rotary_embedding", "route_tokens", "silu_and_mul",
-    "softmax",
+    "bmm", "grouped_linear", "linear", "log_softmax", "matmul", "mean", "moe_experts", "ordered_all_reduce", "rms_norm", "rotary_embedding",
+    "route_tokens", "silu_and_mul", "softmax",
 ]
