@@ -109,8 +109,8 @@ def other_products(build: Build) -> Body:
     return lambda bench: iter([_alone_and_batched(bench, build(FORMS[bench.form]), bench.first_turns[:8], bench.first_turns[8:])])
 
 
-def products_split_by_rows(build: Build) -> Body:
-    """The control of a model whose products follow the number of rows, as `_split_by_rows` does."""
+def alone_and_beside(build: Build) -> Body:
+    """The control of a model whose bits follow the number of rows: a request alone, and beside one of the same length."""
     return lambda bench: _pair(bench, build, 3, 3)
 
 
@@ -153,7 +153,7 @@ def controls(model: str, device: torch.device) -> tuple[Control, ...]:
 
     return (
         Control("invariant mode off", ABSORBED, other_products(lambda paths: off()(paths)), gpu=True),
-        Control("products split by the number of rows", MHA, products_split_by_rows(small(device, ops=SPLIT_BY_ROWS)), models=("small",)),
+        Control("products split by the number of rows", MHA, alone_and_beside(small(device, ops=SPLIT_BY_ROWS)), models=("small",)),
         Control("splits from the longest request", ABSORBED, longest_splits(one_layer)),
         Control("chunks of capacity // batch size", ABSORBED, merged_chunks(one_layer)),
         Control("generated tokens in the prefix cache of mha prompts", MHA, generated_in_prefix_cache),

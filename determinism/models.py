@@ -162,14 +162,17 @@ class SmallModel:
         return ops.linear(attention(q, kv_c, k_pe, cache, plan), layer.out)
 
     def _feed_forward(self, layer: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        return self._mlp(layer, x) if layer.router is None else self._mlp(layer, x) + self._experts(layer, x)
+
+    def _mlp(self, layer: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(self.ops.silu_and_mul(self.ops.linear(x, layer.gate_up)), layer.down)
+
+    def _experts(self, layer: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
         ops, config = self.ops, self.config
-        shared = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
-        if layer.router is None:
-            return shared
         weights, ids = ops.route_tokens(
             ops.linear(x, layer.router), top_k=config.top_k, num_groups=config.groups, top_groups=1, correction_bias=layer.bias,
         )
-        return shared + ops.moe_experts(x, layer.experts_gate_up, layer.experts_down, ids, weights)
+        return ops.moe_experts(x, layer.experts_gate_up, layer.experts_down, ids, weights)
 
 
 def with_attention(model: Model, kind: type[MLAAttention]) -> Model:

@@ -6,30 +6,52 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
 
+from determinism import tensor_parallel
 from determinism.compare import Comparison
 from determinism.controls import Control, controls
-from determinism.models import MODELS
+from determinism.models import MODELS, Build
 from determinism.report import Row
 from determinism.scenarios import FORMS, SCENARIOS, SIZES, Bench, Scenario, Sizes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. Raises ValueError: no model has that name."""
+    """What is run. ranks: processes that the model is split over, each on a GPU of its own or all on the CPU.
+
+    Raises ValueError: no model has that name, or it is not split over so many.
+    """
 
     model: str
     device: torch.device
     quick: bool
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise ValueError(f"model={self.model!r} must be one of {', '.join(MODELS)}")
+        if self.ranks not in tensor_parallel.DEGREES:
+            raise ValueError(f"ranks={self.ranks!r} must be one of {', '.join(map(str, tensor_parallel.DEGREES))}")
+        if self.ranks > 1 and self.model != "small":
+            raise ValueError(f"model={self.model!r} must be small: no other one is split over ranks={self.ranks}")
+
+    @property
+    def backend(self) -> str:
+        """What carries tensors between ranks."""
+        return "gloo" if self.device.type == "cpu" else "nccl"
+
+    def on_rank(self, rank: int) -> Plan:
+        """The plan with that rank's device."""
+        return self if self.device.type == "cpu" else replace(self, device=torch.device("cuda", rank))
+
+    def build(self) -> Build:
+        """Makes the model, or this rank's part of it."""
+        return MODELS[self.model](self.device) if self.ranks == 1 else tensor_parallel.split(self.device, self.ranks)
 
     @property
     def sizes(self) -> Sizes:
@@ -39,9 +61,11 @@ class Plan:
     def all_items(self) -> dict[tuple[str, str], Scenario | Control]:
         """Scenarios and controls by name and form."""
         found: dict[tuple[str, str], Scenario | Control] = {
-            (scenario.name, form): scenario for form in FORMS for scenario in SCENARIOS if form in scenario.forms
+            (scenario.name, form): scenario
+            for form in FORMS for scenario in SCENARIOS if form in scenario.forms and not (scenario.alone and self.ranks > 1)
         }
-        return found | {(control.name, control.form): control for control in controls(self.model, self.device) if self.model in control.models}
+        ours = controls(self.model, self.device) if self.ranks == 1 else tensor_parallel.controls(self.device, self.ranks)
+        return found | {(control.name, control.form): control for control in ours if self.model in control.models}
 
     def items(self, names: Sequence[str] | None) -> list[tuple[str, str]]:
         """(name, form) of what is to be run; None takes everything, and names without a control among them take all controls.
@@ -61,7 +85,7 @@ class Plan:
 @lru_cache(maxsize=2)
 def bench_of(plan: Plan, form: str) -> Bench:
     """The model and the reference that all rows of a form share in a process."""
-    return Bench(MODELS[plan.model](plan.device), form, plan.sizes)
+    return Bench(plan.build(), form, plan.sizes)
 
 
 def run_row(plan: Plan, name: str, form: str) -> Row:

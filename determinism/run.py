@@ -24,8 +24,10 @@ import torch
 from triton import knobs
 
 from determinism.models import config_for
+from determinism.ranks import ranked_rows
 from determinism.report import Report, Row
 from determinism.rows import Plan, lost_row, run_row
+from determinism.tensor_parallel import DEGREES
 from triton_mla.cli.text import ProgressLine
 from triton_mla.fingerprint import MODEL, numerics_fingerprint, own_arch, source_digest, source_files
 from triton_mla.verification.environment import describe
@@ -39,6 +41,7 @@ examples:
   python -m determinism.run --quick
   python -m determinism.run --scenarios bsN needle --json evidence.json
   python -m determinism.run --model deepseek_v3     transformers' own model class, with random weights
+  python -m determinism.run --quick --tensor-parallel 2
 """
 _WITH_INTERPRETER = """\
 import os, sys
@@ -74,22 +77,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="small", help="small (default) or deepseek_v3")
     parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="scenarios to run (default: all); controls too, if some are named, else all of them")
     parser.add_argument("--device", type=_device, default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.add_argument("--tensor-parallel", type=int, choices=DEGREES, default=1, metavar="N",
+                        help="split the small model over N = 2, 4 or 8 processes: by NCCL where there are N GPUs, else by gloo on the CPU")
     parser.add_argument("--jobs", type=int, choices=(1, 2), default=2, help="processes: 2 (default) gives each form of prompts its own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the evidence to FILE")
     return parser
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    kind, _, index = args.device.partition(":")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={args.device}: this machine has {torch.cuda.device_count()} GPUs that torch can use")
-    device = default_device() if args.device == "auto" else torch.device(args.device)
+    device = _chosen(args.device, args.tensor_parallel)
     if device.type == "cpu" and not knobs.runtime.interpret:
         command = [sys.executable, "-c", _WITH_INTERPRETER, str(ROOT), *argv, "--device", "cpu"]
         return subprocess.run(command, check=False).returncode
     progress = ProgressLine()
     try:
-        report = run(device, model=args.model, quick=args.quick, names=args.scenarios, jobs=args.jobs, progress=progress)
+        report = run(device, model=args.model, quick=args.quick, names=args.scenarios, jobs=args.jobs, ranks=args.tensor_parallel, progress=progress)
     finally:
         progress.clear()
     if args.json is not None:
@@ -98,8 +100,21 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0 if report.passed else 1
 
 
+def _chosen(text: str, ranks: int) -> torch.device:
+    """The device of an argument; of several ranks that of the first one."""
+    kind, _, index = text.partition(":")
+    count = torch.cuda.device_count()
+    if ranks > 1 and index:
+        raise ValueError(f"device={text}: each of {ranks} ranks has a GPU of its own; allowed are auto, cpu and cuda")
+    if kind == "cuda" and max(int(index or 0) + 1, ranks) > count:
+        raise ValueError(f"device={text}: this machine has {count} GPUs that torch can use")
+    if kind == "auto":
+        return torch.device("cpu") if ranks > max(count, 1) else default_device()
+    return torch.device(text)
+
+
 def run(
-    device: torch.device, *, model: str = "small", quick: bool = False, names: Sequence[str] | None = None, jobs: int = 1,
+    device: torch.device, *, model: str = "small", quick: bool = False, names: Sequence[str] | None = None, jobs: int = 1, ranks: int = 1,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
     """Runs scenarios and controls and returns the report.
@@ -108,18 +123,20 @@ def run(
         device: a GPU, or the CPU in a process where Triton's interpreter is on.
         model: of `MODELS`. quick: fewer and shorter requests. names: of scenarios and controls; None takes all.
         jobs: 1 runs everything in this process, more run each form's rows in a process of its own.
+        ranks: processes that the model is split over; more than 1 leave no choice of jobs.
         progress: called with (rows done, rows in all, name of the row that has just been done, or "").
 
     Raises:
-        ValueError: a name is not known, or a model is not installed.
+        ValueError: a name is not known, or a model is not installed or not split over so many ranks.
     """
-    plan = Plan(model, device, quick)
+    plan = Plan(model, device, quick, ranks)
     items = plan.items(names)
     config = config_for(device)
     start = time.perf_counter()
     report = Report(
         model=model, sizes=plan.sizes.name, environment=describe(device),
-        config={name: str(getattr(config, name)) for name in ("hidden", "layers", "experts", "top_k", "vocab_size", "dtype")},
+        config={name: str(getattr(config, name)) for name in ("hidden", "layers", "experts", "top_k", "vocab_size", "dtype")}
+        | ({"ranks": f"{ranks} by {plan.backend}"} if ranks > 1 else {}),
         fingerprint=numerics_fingerprint(
             order=config.order, dtype=config.dtype, arch=own_arch(device), kv_lora_rank=config.dims.kv_lora_rank,
             qk_rope_head_dim=config.dims.qk_rope_head_dim, prefill_order=config.prefill_order,
@@ -141,6 +158,9 @@ def run(
 
 def _rows(plan: Plan, items: Sequence[tuple[str, str]], jobs: int) -> Iterator[tuple[int, Row]]:
     """(index, row) of every item, as they are done."""
+    if plan.ranks > 1:
+        yield from ranked_rows(plan, items)
+        return
     if jobs == 1:
         for index, item in enumerate(items):
             yield index, run_row(plan, *item)

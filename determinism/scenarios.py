@@ -116,12 +116,13 @@ Body = Callable[[Bench], Iterator[Comparison]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """forms: for which it holds. needs: events that must have happened, else it has shown nothing."""
+    """forms: for which it holds. needs: events that must have happened, else it has shown nothing. alone: not for a model that is split over ranks."""
 
     name: str
     body: Body
     forms: tuple[str, ...] = (ABSORBED, MHA)
     needs: tuple[str, ...] = ()
+    alone: bool = False
 
 
 def bs1(bench: Bench) -> Iterator[Comparison]:
@@ -245,5 +246,5 @@ SCENARIOS = (
     Scenario("needle", needle),
     Scenario("padded replays", padded_replays, needs=("padded steps",)),
     Scenario("prefill as decode", prefill_as_decode, forms=(ABSORBED,)),
-    Scenario("tp", split_heads),
+    Scenario("tp", split_heads, alone=True),
 )
