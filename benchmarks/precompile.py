@@ -18,6 +18,7 @@ from benchmarks.implementation import Workload
 from benchmarks.peers import Peers
 from benchmarks.registry import REGISTRY
 from benchmarks.workloads import Workload as Absorbed
+from triton_mla.plan import hopper_tile
 from triton_mla.tuning import DEFAULT_ORDER, ReductionOrder, Schedule
 
 
@@ -40,7 +41,9 @@ class Job:
         w = self.workload
         if isinstance(w, Absorbed) and self.planned:
             plan = plan_for(w, device, self.order, self.schedule)
-            return plan.schedule, plan.order, plan.decode, plan.num_splits > 1, w.heads, w.dtype, w.page_size
+            # The Hopper kernels are made for a number of heads, and take split sizes as numbers; the others the other way round.
+            own = hopper_tile(w.heads) if plan.schedule.form == "hopper" else plan.order
+            return plan.schedule, own, plan.decode, plan.num_splits > 1, w.dtype, w.page_size
         if isinstance(w, Absorbed):
             return self.implementation, w.op, w.heads, w.seq_len, w.q_len
         return self.implementation, w

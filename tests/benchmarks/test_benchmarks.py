@@ -136,7 +136,7 @@ def test_slow_calls_leave_the_turns(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     "workload",
-    [SMALL, Workload("verify", 16, (70, 9), q_len=3, dtype="float32"), Workload("extend", 4, (130,), q_len=66, dtype="float32")],
+    [SMALL, Workload("verify", 4, (70, 9), q_len=3, dtype="float32"), Workload("extend", 2, (70,), q_len=20, dtype="float32")],
     ids=["decode", "verify", "extend"],
 )
 def test_flow(workload: Workload):
@@ -161,7 +161,7 @@ def test_adaptive_chooses_among_the_splits():
 
 def test_prefill_flow(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prefill, "STREAM_CHUNK", 128)
-    m = measure(Prompt(2, 1, 20, 150, dtype="float32"), "triton_mla", "triton_mla_streamed", "triton_mla_paged", "triton_mla_absorbed", "torch")
+    m = measure(Prompt(1, 1, 5, 140, dtype="float32"), "triton_mla", "triton_mla_streamed", "triton_mla_paged", "triton_mla_absorbed", "torch")
     assert not m.failed and not m.left_out, m
     assert max(m.errors.values()) < 1e-5
     assert measure(Prompt(2, 2, 20, 20, dtype="float32"), "triton_mla_streamed", "torch").left_out.keys() == {"triton_mla_streamed"}

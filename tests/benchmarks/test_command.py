@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench_fakes import CEILINGS
+from bench_fakes import CEILINGS, FakeClock
 
-from benchmarks import command, plot, report
+from benchmarks import command, plot, report, runner
 from benchmarks.registry import SUITES
 from benchmarks.runner import Measured
 from benchmarks.timing import Timing
@@ -67,6 +67,14 @@ def test_the_default_is_quick(bench: Bench):
     code, read = bench()
     assert code == 0 and {row["workload"] for row in read["rows"]} == {w.name for w in SUITES["quick"]}
     assert "not_measured" not in read
+
+
+def test_the_whole_way_on_a_cpu(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    on_cpu = {"device": torch.device("cpu"), "clock": FakeClock()}
+    monkeypatch.setattr(command, "measure", lambda *args, **options: runner.measure(*args, **{**options, **on_cpu}))
+    code, read = bench("--workloads", "16,2,70", "--impls", "triton_mla", "torch", "flashmla")
+    assert code == 0 and [row["impl"] for row in read["rows"]] == ["triton_mla", "torch", "floor"]
+    assert read["absent"] == {"flashmla": "no --peers folder"} and read["rows"][0]["relative_error"] < 1e-2
 
 
 def test_chosen_workloads(bench: Bench):
