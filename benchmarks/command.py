@@ -131,8 +131,8 @@ def absent_implementations(workloads: Sequence[Workload], names: Sequence[str], 
 
 
 def print_verdicts(judged: Sequence[Verdict]) -> None:
-    """Every target, and how many are met."""
-    for verdict in judged:
+    """Every target, the missed ones last, and how many are met."""
+    for verdict in sorted(judged, key=lambda v: (True, None, False).index(v.reached)):
         print(verdict)
     counts = [sum(v.reached is reached for v in judged) for reached in (True, False, None)]
     if judged:

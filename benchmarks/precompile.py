@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.absorbed import adaptive_orders, empty_out, empty_workspace, plan_for, planned_call
 from benchmarks.implementation import Workload
-from benchmarks.peers import Peers
+from benchmarks.peers import Peers, Unavailable
+from benchmarks.prefill import Prompt
 from benchmarks.registry import REGISTRY
 from benchmarks.workloads import Workload as Absorbed
 from triton_mla.plan import hopper_tile
@@ -46,6 +47,8 @@ class Job:
             return plan.schedule, own, plan.decode, plan.num_splits > 1, w.dtype, w.page_size
         if isinstance(w, Absorbed):
             return self.implementation, w.op, w.heads, w.seq_len, w.q_len
+        if isinstance(w, Prompt):
+            return self.implementation, w.heads, w.dtype, w.batch > 1, w.length > w.new
         return self.implementation, w
 
 
@@ -74,6 +77,8 @@ def _compile(job: Job, folder: Path | None) -> bool:
             call = REGISTRY[job.workload.op][job.implementation].prepare(inputs, Peers(folder))
         call()
         torch.cuda.synchronize()
+    except Unavailable:
+        return True
     except Exception:
         return False
     finally:

@@ -78,11 +78,7 @@ class Cell:
                 {
                     "kv_split": v.kv_split,
                     "schedule": dataclasses.asdict(v.schedule),
-                    **(
-                        {"us_median": round(v.timing.median, 2), "us_spread": round(v.timing.spread, 2)}
-                        if v.timing
-                        else {}
-                    ),
+                    **({"us_median": round(v.timing.median, 2), "us_spread": round(v.timing.spread, 2)} if v.timing else {}),
                     **({"left_out": v.reason} if v.reason else {}),
                 }
                 for v in self.variants

@@ -274,7 +274,7 @@ def test_jobs_are_of_different_kernels():
     jobs = jobs_for([SMALL, Prompt(2, 1, 3, 3)], ["triton_mla", "triton_mla_adaptive", "triton_mla_paged", "torch"])
     assert [(job.implementation, job.planned) for job in jobs] == [("triton_mla", True)] * 2 + [("triton_mla", False), ("triton_mla_paged", False)]
     assert Job(SMALL).key("cpu") == Job(replace(SMALL, seq_lens=(60, 3))).key("cpu") != Job(replace(SMALL, seq_lens=(2000, 3))).key("cpu")
-    assert Job(Prompt(2, 1, 3, 3)).key("cpu") != Job(Prompt(2, 1, 4, 4)).key("cpu")
+    assert Job(Prompt(2, 1, 3, 3)).key("cpu") == Job(Prompt(2, 1, 4, 4)).key("cpu") != Job(Prompt(2, 1, 3, 4)).key("cpu")
 
 
 def test_missing_peer_files(tmp_path: Path):
