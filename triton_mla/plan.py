@@ -193,8 +193,10 @@ def choose_schedule(
     rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
     if table.rows64 is not None and rows_per_request > table.rows64.block_rows // 2:
         items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
+        if table.hopper is not None and hopper and items >= num_sms * 3 // 8:
+            return table.hopper
         if items >= num_sms * 3 // 4:
-            return table.hopper if table.hopper is not None and hopper else table.rows64
+            return table.rows64
     if table.full16 is not None and items16 >= 4 * num_sms:
         return table.full16
     return table.rows16

@@ -209,6 +209,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
         full16=Schedule(num_warps=4, num_stages=2, pdl=True),
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
+        hopper=Schedule(form="hopper", block_rows=64, num_warps=8, num_stages=2, pdl=True),
     ),
     "sm_100": Architecture("sm_100", 232_448, few=replace(_SMALL, num_stages=4, pdl=True), rows16=Schedule(num_stages=2, pdl=True)),
     "sm_120": Architecture("sm_120", 101_376, few=_SMALL, rows16=_ROWS16),

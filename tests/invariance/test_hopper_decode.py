@@ -9,10 +9,10 @@ from test_tiles import far_below, plain, rising, spiky
 from triton_mla import hopper_decode, mla_decode
 from triton_mla.kernels.hopper import available
 from triton_mla.testing import Request, assert_bitwise_equal
-from triton_mla.tuning import ARCHITECTURES, Schedule, arch_of
+from triton_mla.tuning import ARCHITECTURES, arch_of
 
 pytestmark = pytest.mark.gpu
-HOPPER, PORTABLE = Schedule(form="hopper", block_rows=64, num_warps=8, num_stages=2, pdl=True), ARCHITECTURES["sm_90"].rows64
+HOPPER, PORTABLE = ARCHITECTURES["sm_90"].hopper, ARCHITECTURES["sm_90"].rows64
 LENS = [1, 0, 63, 64, 65, 127, 128, 129, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4100, 33, 700, 3000]
 EXTEND = [(2, 2), (64, 2), (65, 4), (130, 7), (1024, 64), (1025, 70), (1030, 4), (2049, 70), (70, 70), (4100, 7), (63, 63), (700, 1), (0, 3), (20, 33)]
 MANY = 8  # times as many requests, so that most are folded

@@ -16,10 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .copies import SHARED, place_in_round
-from .decode_copies import BARRIERS, K_FULL, Q_EMPTY, Q_FULL, REST0_READY, ROPE_FULL, SUM_READY, producer
+from .copies import SHARED
+from .decode_copies import BARRIERS, K_FULL, NEXT_READY, Q_EMPTY, Q_FULL, REST0_READY, ROPE_FULL, SUM_READY, producer
 from .decode_relay import ACC, LEFT, mask_scores, relay_0, relay_1
-from .decode_rows import ROW, ROWS, SCORES, SUMS, close_split, load_run, row_values
+from .decode_rows import ROW, ROWS, SCORES, SUMS, close_split, load_run, next_item, row_values
 
 
 @gluon.jit
@@ -67,14 +67,15 @@ def qk_finish(q, k, k_rope, q_rope, q7, s, z, T: gl.constexpr, WITH_LSE: gl.cons
 def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constexpr, W: gl.constexpr, WITH_LSE: gl.constexpr):
     q, rope, k, k_rope, p0, row, ones = buffers
     DTYPE: gl.constexpr = k.dtype
+    PARTIALS, fold_at = rows[2], rows[4]
     items = gl.load(WORK)
     item = gl.program_id(0)
     turn = 0
-    pos, end, seen = load_run(WORK, item, items)
+    pos, end, seen, slot = load_run(WORK, item, items)
     stop = gl.minimum(pos + kv_split, end)
     pair, splits = 0, 0
     fresh = 2  # at the first pair of a split 1, of an item 2
-    open_split = -1  # which acc belongs to, not stored yet: 4 * item + 2 * (not its tile's first) + (its item's last)
+    open_split = -1  # which acc belongs to, not stored yet: see close_split
     acc = gl.zeros([ROWS, 256], gl.float32, ACC)
     sums = gl.zeros([ROWS, 8], gl.float32, SUMS)
     ref = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -110,16 +111,17 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
             acc = gl.zeros([ROWS, 256], gl.float32, ACC)
             sums = gl.zeros([ROWS, 8], gl.float32, SUMS)
             ref = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-            open_split = 4 * item + 2 * (pos > 0).to(gl.int32) + (stop >= end).to(gl.int32)
+            open_split = 8 * item + 4 * (slot < 0).to(gl.int32) + 2 * (pos > 0).to(gl.int32) + (stop >= end).to(gl.int32)
             splits += 1
         s = warpgroup_mma_wait(0, deps=[qk_finish(q, k, k_rope, q_rope, q7, s, z, W, WITH_LSE)])
         over = pos + 128 >= stop
         last = over & (stop >= end)
         if last:
             mbarrier.arrive(bars[Q_EMPTY], count=1)
+            mbarrier.wait(bars[NEXT_READY], turn & 1)
             turn += 1
-            item = turn * gl.num_programs(0) + place_in_round(turn)
-        next_pos, next_end, next_seen = load_run(WORK, item, gl.where(last, items, 0))  # its latency is hidden behind the softmax
+            item = gl.load(next_item(PARTIALS, fold_at) + (turn & 1))
+        next_pos, next_end, next_seen, next_slot = load_run(WORK, item, gl.where(last, items, 0))  # its latency is hidden behind the softmax
         if gl.minimum(seen, stop) < pos + (64 * W + 64):
             s = mask_scores(s, seen - pos - 64 * W, stop - pos - 64 * W, HEADS)
         if W == 0:
@@ -136,7 +138,7 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
             stop = gl.minimum(stop + kv_split, end)
         if last:
             fresh = 2
-            pos, end, seen = next_pos, next_end, next_seen
+            pos, end, seen, slot = next_pos, next_end, next_seen, next_slot
             stop = gl.minimum(pos + kv_split, end)
     if open_split >= 0:
         if W == 0:
@@ -179,5 +181,5 @@ def hopper_decode_kernel(
     gl.warp_specialize([
         (consumer, (rows, WORK, kv_split, scale_log2, zero, buffers, bars, HEADS, 0, WITH_LSE)),
         (consumer, (rows, WORK, kv_split, scale_log2, zero, buffers, bars, HEADS, 1, WITH_LSE)),
-        (producer, (qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, page_rows, stride_table, kv_split, buffers, bars, HEADS, PAGE_SIZE, SEG)),
+        (producer, (qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, PARTIALS, fold_at, page_rows, stride_table, kv_split, buffers, bars, HEADS, PAGE_SIZE, SEG)),
     ], [4, 1], [240, 24])

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .copies import AXIS, SHARED4, place_in_round
-from .decode_rows import ITEM, load_run
+from .copies import AXIS, SHARED4
+from .decode_rows import ITEM, LATENT, ROWS, fold_rows, load_run, next_item
 
 SHARED3 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -21,9 +21,10 @@ REF1_READY = gl.constexpr(15)  # reference after tile 1, 1 -> 0
 P0_READY = gl.constexpr(16)  # weights of tile 0 and the reference after it, 0 -> 1
 P1_READY = gl.constexpr(17)  # weights of tile 1, 1 -> 0
 SUM_READY = gl.constexpr(18)  # row sums of a split, 1 -> 0
-REST0_READY = gl.constexpr(19)  # with lse: what rounding took from the weights, summed through tile 0, 0 -> 1
-REST1_READY = gl.constexpr(20)  # the same through tile 1, 1 -> 0
-BARRIERS = gl.constexpr(21)
+NEXT_READY = gl.constexpr(19)  # number of the next item, producer -> 0 and 1
+REST0_READY = gl.constexpr(20)  # with lse: what rounding took from the weights, summed through tile 0, 0 -> 1
+REST1_READY = gl.constexpr(21)  # the same through tile 1, 1 -> 0
+BARRIERS = gl.constexpr(22)
 
 
 @gluon.jit
@@ -37,17 +38,34 @@ def copy_keys(kv_desc, k, k_rope, bars, rows, lane, left, SEG: gl.constexpr, T: 
     mbarrier.expect(bar, 64 * 128 * 2 + (64 * 64 * 2 if J == 3 else 0))
     for i in gl.static_range(SEGS):
         n = gl.minimum(gl.maximum(left - (T * 64 + i * SEG), 0), SEG)
-        y = gl.sum(gl.where(lane == T * SEGS + i, rows, 0), 0) + n
+        y = rows[T] if SEGS == 1 else gl.sum(gl.where(lane == T * SEGS + i, rows, 0), 0)
         for c in gl.static_range(2):
-            tma.async_copy_global_to_shared(kv_desc, [AXIS, y, AXIS - n, J * 128 + c * 64], bar, k.index((T * 8 + J * 2 + c) * SEGS + i))
+            tma.async_copy_global_to_shared(kv_desc, [AXIS, y + n, AXIS - n, J * 128 + c * 64], bar, k.index((T * 8 + J * 2 + c) * SEGS + i))
         if J == 3:
-            tma.async_copy_global_to_shared(kv_desc, [AXIS, y, AXIS - n, 512], bar, k_rope.index(T * SEGS + i))
+            tma.async_copy_global_to_shared(kv_desc, [AXIS, y + n, AXIS - n, 512], bar, k_rope.index(T * SEGS + i))
 
 
 @gluon.jit
-def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, page_rows, stride_table, kv_split, buffers, bars,
+def first_row(pages, token, page_rows, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr):
+    """Row of the cache, in all its pages, where the segment of a token begins."""
+    return gl.load(pages + token // PAGE_SIZE) * page_rows + token % PAGE_SIZE // SEG * SEG
+
+
+@gluon.jit
+def prefetch_fold(PARTIALS, fold_at, wanted):
+    """Has what the splits before left of a folded tile fetched to L2: the stream of K has thrown three quarters of it out."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; elect.sync _|q, -1; and.pred p, p, q; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
+        "=r,l,r,n", [fold_rows(PARTIALS, fold_at).to(gl.int64), wanted.to(gl.int32), 4 * ROWS * LATENT], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, PARTIALS, fold_at, page_rows, stride_table, kv_split, buffers, bars,
              HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr):
-    """Pairs of K tiles of all items: of a tile first the columns of warpgroup 0, then those of 1, each as soon as its own are multiplied."""
+    """Pairs of K tiles of all items: of a tile first the columns of warpgroup 0, then those of 1, each as soon as its own are multiplied.
+
+    A program's first item is its own number, each further one the next that no program has taken.
+    """
     q, q_rope, k, k_rope, p0, row, ones = buffers
     DTYPE: gl.constexpr = k.dtype
     TOKENS: gl.constexpr = 64 // HEADS
@@ -57,12 +75,14 @@ def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, page_rows, stride_tab
     k = k._reinterpret(DTYPE, [16 * SEGS, 1, 1, SEG, 64], SHARED4)
     k_rope = k_rope._reinterpret(DTYPE, [2 * SEGS, 1, 1, SEG, 64], SHARED4)
     lane = gl.arange(0, 32, LANES)
+    one = gl.full([32], 1, gl.int32, LANES)
+    counter = WORK + one
     items = gl.load(WORK)
     item = gl.program_id(0)
     turn = 0
     pair = 0
     while item < items:
-        pos, end, seen = load_run(WORK, item, items)
+        pos, end, seen, slot = load_run(WORK, item, items)
         at = WORK + (1 + item) * ITEM
         q_token = gl.load(at + 3)
         head = (gl.load(at + 4) & 255) * 64
@@ -74,11 +94,17 @@ def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, page_rows, stride_tab
             tma.async_copy_global_to_shared(qn_desc, [q_token, head, j * 64], bars[Q_FULL], q.index(j))
         first = 1
         more = 1
+        taken = one
         while more != 0:
             phase = (pair & 1) ^ 1
             # before the waits, so that their latency is hidden; of a page that the item has tokens in
-            token = gl.maximum(gl.minimum(pos + lane * SEG, end - 1), 0)
-            rows = gl.load(pages + token // PAGE_SIZE) * page_rows + token % PAGE_SIZE // SEG * SEG
+            if SEGS == 1:
+                rows = (first_row(pages, pos, page_rows, PAGE_SIZE, SEG),
+                        first_row(pages, gl.maximum(gl.minimum(pos + SEG, end - 1), 0), page_rows, PAGE_SIZE, SEG))
+            else:
+                rows = first_row(pages, gl.maximum(gl.minimum(pos + lane * SEG, end - 1), 0), page_rows, PAGE_SIZE, SEG)
+            taken = gl.atomic_add(counter, one, mask=(lane == 0) & (pos + 128 >= stop) & (stop >= end), sem="relaxed")
+            prefetch_fold(PARTIALS, fold_at, (pos + 128 >= stop) & (slot < 0) & (stop > kv_split))
             for t in gl.static_range(2):
                 for w in gl.static_range(2):
                     mbarrier.wait(bars[K_EMPTY + 2 * t + w], phase)
@@ -95,4 +121,6 @@ def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, page_rows, stride_tab
             if pos >= stop:
                 stop = gl.minimum(stop + kv_split, end)
         turn += 1
-        item = turn * gl.num_programs(0) + place_in_round(turn)
+        item = gl.num_programs(0) + gl.sum(gl.where(lane == 0, taken, 0), 0)
+        gl.store(next_item(PARTIALS, fold_at) + (turn & 1), item)
+        mbarrier.arrive(bars[NEXT_READY], count=1)

@@ -23,16 +23,40 @@ STORED = gl.constexpr(
 STORED_ROW = gl.constexpr(gl.SliceLayout(1, STORED.value))
 STORED_COLUMN = gl.constexpr(gl.SliceLayout(0, STORED.value))
 LN2 = gl.constexpr(0.6931471805599453)
+# 64 columns of O as scratch memory that only the warp reads that wrote it: 16 bytes a thread, in the order of its registers.
+SCRATCH = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        warp_bases=[[0, 128], [0, 256]], block_bases=[], shape=[8, 512]))
+SCRATCH_COLUMN = gl.constexpr(gl.SliceLayout(0, SCRATCH.value))
 # A row of the list of work (decode_work.py) has 8 ints, the first of which begins at the 8th.
 ITEM = gl.constexpr(8)
 
 
 @gluon.jit
 def load_run(WORK, item, items):
-    """(first token, end, tokens that the first query token sees) of an item; zeros past the last."""
+    """(first token, end, tokens that the first query token sees, partial of the first row or -1) of an item; zeros past the last."""
     at = WORK + (1 + item) * ITEM
     real = item < items
-    return gl.load(at, mask=real, other=0), gl.load(at + 1, mask=real, other=0), gl.load(at + 2, mask=real, other=0)
+    return gl.load(at, mask=real, other=0), gl.load(at + 1, mask=real, other=0), gl.load(at + 2, mask=real, other=0), gl.load(at + 6, mask=real, other=0)
+
+
+@gluon.jit
+def fold_rows(PARTIALS, fold_at):
+    """Scratch memory of a program: its 64 rows."""
+    return PARTIALS + (fold_at.to(gl.int64) * ROWS + gl.program_id(0).to(gl.int64) * (ROWS * LATENT))
+
+
+@gluon.jit
+def fold_state(PARTIALS, fold_at):
+    """Scratch memory of a program, behind the rows of all: 6 times 64 values."""
+    return PARTIALS + (fold_at.to(gl.int64) * ROWS + gl.num_programs(0).to(gl.int64) * (ROWS * LATENT) + gl.program_id(0) * (6 * ROWS))
+
+
+@gluon.jit
+def next_item(PARTIALS, fold_at):
+    """Two ints of a program, where the producer hands over item numbers: what would be the mass of warpgroup 0, which has none."""
+    return (fold_state(PARTIALS, fold_at) + 2 * ROWS).to(gl.pointer_type(gl.int32))
 
 
 @gluon.jit
@@ -55,6 +79,16 @@ def chunk(acc, C: gl.constexpr):
 
 
 @gluon.jit
+def to_scratch(x):
+    return gl.convert_layout(gl.reshape(gl.permute(gl.reshape(x, [4, 2, 8, 4, 2, 4, 2]), (3, 4, 0, 2, 5, 1, 6)), [8, 512]), SCRATCH, assert_trivial=True)
+
+
+@gluon.jit
+def from_scratch(x):
+    return gl.convert_layout(gl.reshape(gl.permute(gl.reshape(x, [4, 2, 4, 8, 4, 2, 2]), (2, 5, 3, 0, 1, 4, 6)), [64, 64]), SCORES, assert_trivial=True)
+
+
+@gluon.jit
 def tile_rows(packed, num_heads, z, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
     """(token of the tile [64], head [64], whether it is a row). ``z`` is 0, but not for the compiler, which else keeps all this in registers."""
     r = gl.arange(0, ROWS, LAYOUT) + z
@@ -64,64 +98,90 @@ def tile_rows(packed, num_heads, z, HEADS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def merged(x, old, keep, weight, empty):
+    """x [64, 64] of a split joined to what the splits before it left in the scratch memory."""
+    old = from_scratch(old)
+    return gl.where(across(empty.to(gl.int32), x) != 0, old, gl.fma(x, across(weight, x), old * across(keep, x)))
+
+
+@gluon.jit
+def put(x, C: gl.constexpr, final, inverse, scratch, out, inside):
+    """64 columns of a folded tile: into the result, or back."""
+    if final:
+        y = gl.convert_layout((x * across(inverse, x)).to(out.dtype.element_ty), STORED)
+        gl.store(out[:, None] + (gl.arange(0, 64, STORED_COLUMN)[None, :] + C * 64), y, mask=inside[:, None])
+    else:
+        gl.store(scratch + C * (ROWS * 64), to_scratch(x), eviction_policy="evict_last")
+
+
+@gluon.jit
 def close_split(acc, ref, total, rest, rows, split, W: gl.constexpr, HEADS: gl.constexpr, WITH_LSE: gl.constexpr):
-    """``split``: 4 * item + 2 * (not its tile's first) + (its item's last). acc [64, 256]; ref, total and, where W = 1, rest [64]: mass = total + rest."""
+    """``split``: 8 * item + 4 * (folded) + 2 * (not its tile's first) + (its item's last). acc [64, 256]; ref, total and, where W = 1,
+    rest [64]: mass = total + rest."""
     OUT, LSE, PARTIALS, WORK, fold_at, num_heads, num_splits, num_rows, stride_out_token, stride_out_head, zero = rows
-    at = WORK + (1 + (split >> 2)) * ITEM
+    at = WORK + (1 + (split >> 3)) * ITEM
     q_token = gl.load(at + 3).to(gl.int64)
     packed = gl.load(at + 4)
     slot = gl.load(at + 6)
-    whole = slot < 0
-    merge = whole & ((split & 2) != 0)
-    final = whole & ((split & 1) != 0)
-    program = gl.program_id(0).to(gl.int64)
-    first_fold = fold_at.to(gl.int64) * ROWS
-    into = PARTIALS + gl.where(whole, first_fold + program * (ROWS * LATENT), slot.to(gl.int64) * LATENT)
-    of_fold = first_fold + gl.num_programs(0).to(gl.int64) * (ROWS * LATENT) + (program * 2 + W) * (3 * ROWS)
-    of_partial = num_rows.to(gl.int64) * (num_splits * LATENT + 2 * (slot // num_rows)) + slot
-    stride = gl.where(whole, ROWS, num_rows)
+    final = (split & 1) != 0
     z = split & zero
     r = gl.arange(0, ROWS, ROW) + z
-    state = PARTIALS + gl.where(whole, of_fold, of_partial) + r
-    token, head, inside = tile_rows(packed, num_heads, z, HEADS, ROW)
     mass = total + rest
-    keep = gl.full([ROWS], 1.0, gl.float32, ROW)
-    weight = keep
-    empty = keep == 0.0
-    if merge:
-        old_ref = gl.load(state)
-        old_total = gl.load(state + stride)
-        new_ref = gl.maximum(old_ref, ref)
-        keep = gl.exp2(old_ref - no_nan(new_ref))
-        weight = gl.exp2(ref - no_nan(new_ref))
-        empty = ref == float("-inf")
-        ref = new_ref
-        total = gl.where(empty, old_total, gl.fma(total, weight, old_total * keep))
-        if WITH_LSE and W == 1:
-            old_mass = gl.load(state + 2 * stride)
-            mass = gl.where(empty, old_mass, gl.fma(mass, weight, old_mass * keep))
-    nothing = total == 0.0
-    inverse = gl.div_rn(gl.full([ROWS], 1.0, gl.float32, ROW), gl.where(nothing, 1.0, total))
-    if final:
-        if WITH_LSE and W == 1:
-            lse = gl.where(nothing, float("-inf"), (ref + gl.log2(gl.where(nothing, 1.0, mass))) * LN2)
-            gl.store(LSE + ((q_token + token) * num_heads + head), lse, mask=inside)
-    else:
-        if whole | (W == 1):
-            gl.store(state, ref, mask=inside)
-            gl.store(state + stride, total, mask=inside)
-            if WITH_LSE and W == 1:
-                gl.store(state + 2 * stride, mass, mask=inside)
-    out_token, out_head, out_inside = tile_rows(packed, num_heads, z, HEADS, STORED_ROW)
-    out = OUT + (q_token + out_token) * stride_out_token + out_head.to(gl.int64) * stride_out_head
-    for c in gl.static_range(4):
-        x = chunk(acc, c)
-        here = into + (r[:, None] * LATENT + (gl.arange(0, 64, COLUMN)[None, :] + (W * 256 + c * 64)))
+    if (split & 4) != 0:
+        state = fold_state(PARTIALS, fold_at) + W * (3 * ROWS) + r
+        lanes = gl.arange(0, ROWS * 8, SCRATCH_COLUMN) + z * 16
+        scratch = fold_rows(PARTIALS, fold_at) + (gl.arange(0, 8, gl.SliceLayout(1, SCRATCH))[:, None] * (ROWS * 8) + lanes[None, :] + W * (ROWS * 256))
+        keep = gl.full([ROWS], 1.0, gl.float32, ROW)
+        weight = keep
+        empty = keep == 0.0
+        merge = (split & 2) != 0
+        first = gl.zeros([8, ROWS * 8], gl.float32, SCRATCH)
         if merge:
-            old = gl.load(here, mask=inside[:, None], other=0.0)
-            x = gl.where(across(empty.to(gl.int32), x) != 0, old, gl.fma(x, across(weight, x), old * across(keep, x)))
-        if final:
-            y = gl.convert_layout((x * across(inverse, x)).to(OUT.dtype.element_ty), STORED)
-            gl.store(out[:, None] + (gl.arange(0, 64, STORED_COLUMN)[None, :] + (W * 256 + c * 64)), y, mask=out_inside[:, None])
+            first = gl.load(scratch)  # as many columns as there are registers for, before anything waits
+            old_ref = gl.load(state)
+            old_total = gl.load(state + ROWS)
+            new_ref = gl.maximum(old_ref, ref)
+            keep = gl.exp2(old_ref - no_nan(new_ref))
+            weight = gl.exp2(ref - no_nan(new_ref))
+            empty = ref == float("-inf")
+            ref = new_ref
+            total = gl.where(empty, old_total, gl.fma(total, weight, old_total * keep))
+            if WITH_LSE and W == 1:
+                old_mass = gl.load(state + 2 * ROWS)
+                mass = gl.where(empty, old_mass, gl.fma(mass, weight, old_mass * keep))
+        nothing = total == 0.0
+        inverse = gl.div_rn(gl.full([ROWS], 1.0, gl.float32, ROW), gl.where(nothing, 1.0, total))
+        out_token, out_head, out_inside = tile_rows(packed, num_heads, z, HEADS, STORED_ROW)
+        out = OUT + (q_token + out_token) * stride_out_token + out_head.to(gl.int64) * stride_out_head + W * 256
+        if merge:
+            put(merged(chunk(acc, 0), first, keep, weight, empty), 0, final, inverse, scratch, out, out_inside)
+            second = gl.load(scratch + ROWS * 64)
+            third = gl.load(scratch + 2 * (ROWS * 64))
+            put(merged(chunk(acc, 1), second, keep, weight, empty), 1, final, inverse, scratch, out, out_inside)
+            put(merged(chunk(acc, 2), third, keep, weight, empty), 2, final, inverse, scratch, out, out_inside)
+            put(merged(chunk(acc, 3), gl.load(scratch + 3 * (ROWS * 64)), keep, weight, empty), 3, final, inverse, scratch, out, out_inside)
         else:
-            gl.store(here, x, mask=inside[:, None], eviction_policy="evict_last")
+            for c in gl.static_range(4):
+                put(chunk(acc, c), c, final, inverse, scratch, out, out_inside)
+        if final:
+            if WITH_LSE and W == 1:
+                token, head, inside = tile_rows(packed, num_heads, z, HEADS, ROW)
+                lse = gl.where(nothing, float("-inf"), (ref + gl.log2(gl.where(nothing, 1.0, mass))) * LN2)
+                gl.store(LSE + ((q_token + token) * num_heads + head), lse, mask=inside)
+        else:
+            gl.store(state, ref)
+            gl.store(state + ROWS, total)
+            if WITH_LSE and W == 1:
+                gl.store(state + 2 * ROWS, mass)
+    else:
+        token, head, inside = tile_rows(packed, num_heads, z, HEADS, ROW)
+        row = slot.to(gl.int64) + r
+        if W == 1:
+            state = PARTIALS + (num_rows.to(gl.int64) * (num_splits * LATENT + 2 * (slot // num_rows)) + row)
+            gl.store(state, ref, mask=inside)
+            gl.store(state + num_rows, total, mask=inside)
+            if WITH_LSE:
+                gl.store(state + 2 * num_rows, mass, mask=inside)
+        partial = PARTIALS + row[:, None] * LATENT + gl.arange(0, 64, COLUMN)[None, :]
+        for c in gl.static_range(4):
+            gl.store(partial + (W * 256 + c * 64), chunk(acc, c), mask=inside[:, None], eviction_policy="evict_last")

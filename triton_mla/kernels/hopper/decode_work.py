@@ -49,10 +49,11 @@ def hopper_decode_work_kernel(
     slot_tiles, programs, room, work_at,
     HEADS: tl.constexpr, BATCH: tl.constexpr, DECODE: tl.constexpr, WITH_LSE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Grid (any), BATCH > batch_size. At 64 * work_at of PARTIALS: the number of items [8] and the items [room, 8], int32: first token, end,
-    tokens that the tile's first query token sees, that token, block of heads + 256 * query tokens, request, partial of the first row or -1.
+    """Grid (any), BATCH > batch_size. At 64 * work_at of PARTIALS, int32: a head [8], which is the number of items and 0, where programs count
+    what they have taken besides the first item each; and the items [room, 8]: first token, end, tokens that the tile's first query token sees,
+    that token, block of heads + 256 * query tokens, request, partial of the first row or -1.
 
-    Items of falling length are dealt out first to last and last to first (copies.place_in_round). The blocks of heads of a split lie side by
+    Items come by falling length, so that who is done early takes small ones. The blocks of heads of a split lie side by
     side, so that its latent rows come from memory once (128 requests of 8192 tokens and 128 heads: 647 against 568 us, H200).
     """
     if PDL:
@@ -76,6 +77,7 @@ def hopper_decode_work_kernel(
     before = tl.cumsum(row_tiles, 0)
     if tl.program_id(0) == 0:
         tl.store(WORK, tl.minimum(tl.sum(seeing, 0) + all_full, room))
+        tl.store(WORK + 1, 0)
     field = tl.arange(0, ITEM)
     r = tl.arange(0, 64)
     for i in range(tl.program_id(0), tl.sum(row_tiles, 0), tl.num_programs(0)):
