@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -113,9 +114,11 @@ def sglang_det(inputs: Inputs, peers: Peers) -> Call:
     partials = torch.empty(w.batch, w.heads, splits, RANK, dtype=torch.float32, device=device)
     lse = torch.empty(w.batch, w.heads, splits, dtype=torch.float32, device=device)
     kv = inputs.kv_cache.view(-1, 1, RANK + ROPE)
+    known = inspect.signature(decode).parameters  # older releases have fewer
+    options = {name: value for name, value in (("k_scale", 1.0), ("v_scale", 1.0), ("has_mla", True)) if name in known}
 
     def call() -> torch.Tensor:
-        decode(inputs.q, kv, kv[..., :RANK], out, starts, slots, partials, lse, own_splits, splits, SOFTMAX_SCALE, 1.0, 1.0)
+        decode(inputs.q, kv, kv[..., :RANK], out, starts, slots, partials, lse, own_splits, splits, SOFTMAX_SCALE, **options)
         return out
 
     return call

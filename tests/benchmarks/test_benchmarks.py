@@ -14,10 +14,10 @@ import pytest
 import torch
 from bench_fakes import CEILINGS, measure
 
-from benchmarks import absorbed, absorbed_peers, host, prefill, report, targets, timing
+from benchmarks import absorbed, host, prefill, report, targets, timing
 from benchmarks.gemm import Product
 from benchmarks.implementation import Implementation
-from benchmarks.peers import Peers, Unavailable
+from benchmarks.peers import Peers
 from benchmarks.precompile import Job, jobs_for
 from benchmarks.prefill import Prompt
 from benchmarks.registry import NAMES, REGISTRY, SUITES
@@ -65,15 +65,6 @@ def test_registry():
     assert required <= set(NAMES) and "floor" not in NAMES
     for implementations in REGISTRY.values():
         assert next(iter(implementations)) == "triton_mla"
-
-
-def test_what_is_not_here_has_a_reason():
-    absent = {name: i.available(Peers(None)) for name, i in REGISTRY["decode"].items()}
-    assert absent["flashmla"] == absent["fa3_mla_auto"] == absent["vllm_triton_1"] == "no --peers folder"
-    for name in ("sglang", "flashinfer"):
-        if not torch.cuda.is_available():
-            assert f"{name}" in absent["sglang_det" if name == "sglang" else name]
-    assert absent["triton_mla"] is absent["torch"] is absent["triton_mla_adaptive"] is None
 
 
 def test_every_beginning_of_the_grid_is_spread():
@@ -190,14 +181,6 @@ def test_a_failing_or_wrong_implementation_is_not_timed():
     assert "broken FAILED: IndexError" in report.line(m.rows())
 
 
-def test_slots_of_a_ragged_batch():
-    inputs = SMALL.make_inputs("cpu")
-    starts, slots = absorbed_peers.slots_of(inputs)
-    assert starts.tolist() == [0, 70, 73]
-    table = inputs.block_table.tolist()
-    assert slots.tolist() == [table[0][i // 64] * 64 + i % 64 for i in range(70)] + [table[1][0] * 64 + i for i in range(3)]
-
-
 def test_result_file(tmp_path: Path):
     m = measure(SMALL, "triton_mla", "flashmla", "torch")
     content = {"header": report.header(Peers(None), CEILINGS, repeats=3, flush="write"), "rows": m.rows(), "targets": []}
@@ -275,21 +258,3 @@ def test_jobs_are_of_different_kernels():
     assert [(job.implementation, job.planned) for job in jobs] == [("triton_mla", True)] * 2 + [("triton_mla", False), ("triton_mla_paged", False)]
     assert Job(SMALL).key("cpu") == Job(replace(SMALL, seq_lens=(60, 3))).key("cpu") != Job(replace(SMALL, seq_lens=(2000, 3))).key("cpu")
     assert Job(Prompt(2, 1, 3, 3)).key("cpu") == Job(Prompt(2, 1, 4, 4)).key("cpu") != Job(Prompt(2, 1, 3, 4)).key("cpu")
-
-
-def test_missing_peer_files(tmp_path: Path):
-    peers = Peers(tmp_path)
-    with pytest.raises(Unavailable, match="no _flashmla_C.abi3.so under"):
-        peers.flashmla  # noqa: B018
-    assert peers.digests() == {}
-
-
-def test_a_peer_file_loads_without_its_package(tmp_path: Path):
-    (tmp_path / "triton_decode_attention.py").write_text(
-        "from vllm.platforms import current_platform\nfrom vllm.triton_utils import tl, triton\n"
-        "is_hip = current_platform.is_rocm()\n"
-    )
-    before = sys.modules.get("vllm")
-    module = Peers(tmp_path).vllm_triton
-    assert module.is_hip is False and module.triton.__name__ == "triton"
-    assert sys.modules.get("vllm") is before
