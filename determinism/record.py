@@ -5,6 +5,7 @@ python -m determinism.record --write          runs `triton-mla verify` on the GP
 python -m determinism.record --write --tests  also runs the kernel and invariance tests there and adds their counts
 python -m determinism.record --write --junit FILE  adds the counts of a run of the tests there that wrote FILE
 python -m determinism.run --json determinism/records/model_<gpu>_<date>.json  is the record of a model
+python -m determinism.run --tensor-parallel N --json determinism/records/model_<gpu>_tp<N>_<date>.json  is that of one split over N GPUs
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,13 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "determinism" / "records"
 JOBS = 4
 SUITES = ("tests/kernels", "tests/invariance")
-PROOFS = {"attention": ATTENTION, "model": MODEL}
+PROOFS = {"attention": ATTENTION, "model": MODEL, "split model": MODEL}
 """What is proven, and the sources it is of."""
 
 
 def proof_of(name: str) -> str:
     """What the record of this file name proves."""
-    return "model" if name.startswith("model_") else "attention"
+    if not name.startswith("model_"):
+        return "attention"
+    return "split model" if re.search("_tp[0-9]+_", name) else "model"
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
@@ -51,7 +55,7 @@ def changed_files(record: dict[str, Any], patterns: tuple[str, ...]) -> list[str
 
 
 def check(folder: Path) -> int:
-    """Prints how each record stands to the present sources; 0 when one of attention matches and passed, and one of a model if there are any."""
+    """Prints how each record stands to the present sources; 0 when one of attention matches and passed, and one of a model, split or not, if there are any."""
     records = read_records(folder)
     missing = dict.fromkeys(["attention", *map(proof_of, records)])
     for name, record in records.items():
@@ -63,7 +67,8 @@ def check(folder: Path) -> int:
         else:
             missing.pop(proof, None)
             print(f"{name}: of these sources, passed")
-    commands = {"attention": "python -m determinism.record --write --tests", "model": "python -m determinism.run --json FILE"}
+    commands = {"attention": "python -m determinism.record --write --tests", "model": "python -m determinism.run --json FILE",
+                "split model": "python -m determinism.run --tensor-parallel 2 --json FILE"}
     for proof in missing:
         digest = source_digest(PROOFS[proof])[:16]
         print(f"\n*** NO GPU RECORD OF THE PRESENT SOURCES ({digest}) of {proof} among {len(records)} under {folder.name}/ ***")

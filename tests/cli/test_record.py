@@ -68,6 +68,14 @@ def test_a_model_is_not_attention(tmp_path: Path, with_model: None, capsys: pyte
     assert "of model among 2" in capsys.readouterr().out
 
 
+def test_a_split_model_is_not_the_whole_one(tmp_path: Path, with_model: None, capsys: pytest.CaptureFixture[str]) -> None:
+    store(tmp_path, "gpu_2030-01-02.json")
+    store(tmp_path, "model_gpu_tp2_2030-01-02.json")  # of the digest of attention
+    assert record.main(["--check", "--folder", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "of split model among 3" in out and "--tensor-parallel 2" in out and "of model among" not in out
+
+
 def test_one_passing_record_of_these_sources_suffices(tmp_path: Path, with_model: None, capsys: pytest.CaptureFixture[str]) -> None:
     store(tmp_path, "gpu_2030-01-02.json")
     store(tmp_path, "gpu_2029-01-02.json", source_digest="0")

@@ -111,16 +111,17 @@ def row(plan, name, all_reduce):
 
 
 def by_rows(x):
-    return ordered_all_reduce(x) if len(x) == 1 else ordered_all_reduce(x.half()).to(x.dtype)
+    return ordered_all_reduce(x) * (1.0 if len(x) == 1 else 1.01)
 
 
 def by_rank(x):
-    return ordered_all_reduce(x) + 1e-3 * dist.get_rank()
+    return ordered_all_reduce(x) + 0.01 * dist.get_rank()
 
 
 ALL_REDUCES = {"ordered": ordered_all_reduce, "by rows": by_rows, "by rank": by_rank}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bsN", "chunk budgets"])
 def test_a_split_model(two, plan, name):
     found = common_row(on_all(two, row, plan, name, "ordered"))
@@ -128,29 +129,33 @@ def test_a_split_model(two, plan, name):
 
 
 def distance(plan):
-    """Between log-probabilities of the split model and of the whole one."""
+    """Between log-probabilities of the split model and of the whole one, in the mean: rounding may change the choice of an expert."""
     plan = plan.on_rank(dist.get_rank())
     bench = bench_of(plan, "mha")
     whole = small(plan.device, config=config_for(plan.device, plan.ranks))(scenarios.FORMS["mha"])
     prompt = [replace(bench.requests[0], new_tokens=1)]
     ours, theirs = (torch.cat([part for _, part in bench.engine(Policy(), model).run(prompt).rows[prompt[0].name]]) for model in (bench.model, whole))
-    return float((ours - theirs).abs().max())
+    return float((ours - theirs).abs().mean())
 
 
+@pytest.mark.slow
 def test_a_split_model_is_the_whole_one_but_for_rounding(two, plan):
-    assert max(on_all(two, distance, plan)) < (0.1 if ON_GPU else 1e-4)
+    assert max(on_all(two, distance, plan)) < (0.1 if ON_GPU else 1e-5)
 
 
+@pytest.mark.slow
 def test_the_control_of_two_ranks_differs(two, plan):
     ((index, found),) = rows_on(two, plan, [(APART, "absorbed")])
     assert (index, found.kind, found.status) == (0, "control", "passed"), found
 
 
+@pytest.mark.slow
 def test_an_all_reduce_that_follows_the_batch_is_caught(two, plan):
     found = common_row(on_all(two, row, plan, "bsN", "by rows"))
     assert (found.status, found.detail) == ("failed", "bits differ"), found
 
 
+@pytest.mark.slow
 def test_ranks_that_go_apart_are_caught(two, plan):
     found = common_row(on_all(two, row, plan, "bs1", "by rank"))
     assert found.status == "failed" and found.differing == found.compared > 0, found
@@ -176,12 +181,9 @@ def test_what_is_run():
     assert len({name for name, _ in Plan("small", cpu, True, 4).items(None)} - names) == 1, "a ring"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--model", "deepseek_v3", "--device", "cpu"], "model='deepseek_v3' must be small"), (["--device", "cuda:0"], "each of 2 ranks has a GPU of its own")],
-)
-def test_wrong_usage(arguments, message, capsys):
-    assert main(["--tensor-parallel", "2", *arguments]) == 2
-    assert message in capsys.readouterr().err
-    with pytest.raises(ValueError, match="ranks=3 must be one of 1, 2, 4, 8"):
-        Plan("small", torch.device("cpu"), True, 3)
+def test_wrong_usage(capsys):
+    assert main(["--tensor-parallel", "2", "--device", "cuda:0"]) == 2
+    assert "each of 2 ranks has a GPU of its own" in capsys.readouterr().err
+    for model, ranks, message in (("small", 3, "ranks=3 must be one of 1, 2, 4, 8"), ("deepseek_v3", 2, "model='deepseek_v3' must be small")):
+        with pytest.raises(ValueError, match=message):
+            Plan(model, torch.device("cpu"), True, ranks)

@@ -14,8 +14,8 @@ def ordered_all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) 
     """The sum of all ranks' tensors, on every rank: ``((x of rank 0 + x of rank 1) + x of rank 2) + ...`` in fp32, rounded once to the dtype of x.
 
     Values travel in the dtype of x. The order is that of the ranks in the group for each element, so neither the number of rows nor the
-    place of a row in x nor the receiving rank can change a bit. An all-reduce of NCCL has no such order: it takes another algorithm for
-    another size, and a ring begins the sum of each chunk at another rank. In exchange, each rank receives the whole x of every other one.
+    place of a row in x nor the receiving rank can change a bit. NCCL's all-reduce chooses its algorithm, and with it the order, by the size
+    of x, and a ring begins the sum of each chunk at another rank. In exchange, here each rank receives the whole x of every other one.
 
     Args:
         x: [...], fp16, bf16 or fp32, with any strides; of one shape and dtype on all ranks. On a CPU no interpreter is needed.
@@ -38,7 +38,7 @@ def ordered_all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) 
     if f"{x.device.type}:" not in backends:
         raise ValueError(f"x is on {x.device}; it must be on a device that the group has a backend for: {backends}")
     first, *others = gathered(x, group)
-    total = first.float()
+    total = first.to(torch.float32, copy=True)  # not a view, which would keep all that was gathered
     for part in others:
         total += part
     return total.to(x.dtype)
