@@ -62,7 +62,7 @@ def test_mha(mha, heads):
     mha = mha.with_(num_heads=heads)
     batch = prompts_of(mha)
     whole = mha.prefill(batch)
-    whole.assert_close(mha.reference(batch), 2e-2 if mha.dtype == torch.bfloat16 else 2e-5)
+    whole.assert_close(mha.reference(batch), 4e-2 if mha.dtype == torch.bfloat16 else 2e-5)
     for name, part in shares(heads):
         mha.with_(num_heads=part.stop - part.start).prefill(own(batch, part)).assert_same(whole[:, part], name)
 
