@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .copies import AXIS, SHARED4
-from .decode_rows import ITEM, LATENT, ROWS, fold_rows, load_run, next_item
+from .decode_rows import ITEM, load_run, next_item
 
 SHARED3 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -49,14 +49,6 @@ def copy_keys(kv_desc, k, k_rope, bars, rows, lane, left, SEG: gl.constexpr, T: 
 def first_row(pages, token, page_rows, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr):
     """Row of the cache, in all its pages, where the segment of a token begins."""
     return gl.load(pages + token // PAGE_SIZE) * page_rows + token % PAGE_SIZE // SEG * SEG
-
-
-@gluon.jit
-def prefetch_fold(PARTIALS, fold_at, wanted):
-    """Has what the splits before left of a folded tile fetched to L2: the stream of K has thrown three quarters of it out."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; setp.ne.s32 p, $2, 0; elect.sync _|q, -1; and.pred p, p, q; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-        "=r,l,r,n", [fold_rows(PARTIALS, fold_at).to(gl.int64), wanted.to(gl.int32), 4 * ROWS * LATENT], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -104,7 +96,6 @@ def producer(qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, PARTIALS, fold_at, pa
             else:
                 rows = first_row(pages, gl.maximum(gl.minimum(pos + lane * SEG, end - 1), 0), page_rows, PAGE_SIZE, SEG)
             taken = gl.atomic_add(counter, one, mask=(lane == 0) & (pos + 128 >= stop) & (stop >= end), sem="relaxed")
-            prefetch_fold(PARTIALS, fold_at, (pos + 128 >= stop) & (slot < 0) & (stop > kv_split))
             for t in gl.static_range(2):
                 for w in gl.static_range(2):
                     mbarrier.wait(bars[K_EMPTY + 2 * t + w], phase)
