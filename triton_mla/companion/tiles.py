@@ -41,9 +41,10 @@ _LOW: Options = {
     Tile(64, 64, 128, 4, 6, tma=True, per_sm=1): 1.05,
     Tile(64, 128, 128, 4, 4, tma=True, per_sm=1): 1.76,
 }
+_SQUARE = Tile(128, 128, 128, 8, 3, tma=True, per_sm=1)
 _HIGH: Options = {
     **_LOW,
-    Tile(128, 128, 64, 8, 4, tma=True, per_sm=1): 2.2,
+    _SQUARE: 2.2,
     Tile(128, 256, 64, 8, 4, tma=True, per_sm=1, subtiles=2): 3.9,
     Tile(256, 128, 64, 8, 4, tma=True, per_sm=1, subtiles=2): 3.9,
 }
@@ -62,7 +63,7 @@ TILES: dict[str, tuple[tuple[float, float, Options], ...]] = {
         (64, inf, {Tile(64, 64, 128, 4, 4, across=True): 1}),
         (128, inf, {Tile(128, 64, 128, 4, 4, across=True, tma=True): 1}),
         (inf, inf, {
-            Tile(128, 64, 128, 4, 4, tma=True): 1.5,
+            Tile(128, 64, 128, 4, 4, swap=True, tma=True): 1.5,
             Tile(128, 128, 64, 8, 4, tma=True, per_sm=1): 2.2,
             Tile(256, 64, 64, 8, 4, swap=True, tma=True, per_sm=1): 2.4,
         }),
@@ -72,7 +73,7 @@ TILES: dict[str, tuple[tuple[float, float, Options], ...]] = {
         (64, 2048, {Tile(64, 32, 128, 4, 5): 1}),
         (64, 16384, {Tile(64, 64, 64, 4, 4): 1}),
         (64, inf, {Tile(64, 128, 64, 4, 3): 1}),
-        (inf, inf, _HIGH),
+        (inf, inf, {**_HIGH, _SQUARE: 1.96}),  # few blocks of K: the end of a tile weighs more
     ),
     "other": (
         (16, inf, {Tile(16, 64, 128, 4, 3, across=True): 1}),
