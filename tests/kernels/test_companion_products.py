@@ -289,6 +289,15 @@ def test_grouped_linear(draw, device, dtype, starts):
     assert_bitwise_equal(out, result)
 
 
+def test_wrong_starts_write_nothing_around_the_result(draw, device):
+    """Only the device sees them: those that fall, and are negative."""
+    starts = torch.cat([torch.zeros(1), torch.full((59,), 40), torch.full((42,), -6400)]).to(device, torch.int32)
+    memory = torch.full((4000, 4), 7.0, device=device)
+    grouped_linear(draw(40, 8), draw(101, 4, 8), starts, out=memory[3900:3940])
+    memory[3900:3940] = 7.0
+    assert (memory == 7.0).all()
+
+
 def test_rows_of_groups_do_not_depend_on_the_spread(draw, device):
     x, weight = draw(150, 64, dtype=torch.bfloat16), draw(7, 40, 64, dtype=torch.bfloat16, seed=1)
     alone = torch.stack([linear(x, matrix) for matrix in weight])

@@ -23,9 +23,9 @@ def group_of_tile(tile, GROUP_STARTS, num_rows, num_groups, BLOCK_M: tl.constexp
     group = tl.maximum(begun - 1, 0)
     start = tl.load(GROUP_STARTS + group)
     end = tl.load(GROUP_STARTS + group + 1, mask=group < num_groups, other=num_rows)
-    # starts outside the rows, which only the device sees, must not lead out of the tensors
-    end = tl.minimum(end, num_rows)
-    return group, tl.maximum(start, 0) + (tile - (start // BLOCK_M + group)) * BLOCK_M, end
+    # starts outside the rows or falling, which only the device sees, must not lead out of the tensors
+    first = tl.maximum(start, 0) + (tile - (start // BLOCK_M + group)) * BLOCK_M
+    return group, tl.maximum(first, 0), tl.minimum(end, num_rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups"])
