@@ -26,11 +26,7 @@ def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = N
 
     Without ``device`` it is the tensor that decides where the call runs.
     """
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{name}={value!r} must be a torch.Tensor")
-    if value.layout != torch.strided or value.is_nested:
-        kind = "is nested" if value.is_nested else f"has layout {value.layout}"
-        raise ValueError(f"{name} {kind}; it must be a dense, strided tensor")
+    value = strided(name, value)
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have {dims} dimensions")
     if dtype is not None and value.dtype != dtype:
@@ -38,9 +34,27 @@ def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = N
     if device is None:
         runnable(value.device, name)
     elif value.device != device:
-        raise ValueError(f"{name} is on {value.device}; it must be on {device}, where kv_cache is")
+        raise ValueError(f"{name} is on {value.device}; it must be on {device}, where the call runs")
     if value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(f"{name} has strides {value.stride()}; its last dimension must be contiguous")
+    return value
+
+
+def strided(name: str, value: object) -> torch.Tensor:
+    """``value`` if it is a dense, strided tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}={value!r} must be a torch.Tensor")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "is nested" if value.is_nested else f"has layout {value.layout}"
+        raise ValueError(f"{name} {kind}; it must be a dense, strided tensor")
+    return value
+
+
+def as_stored(name: str, value: object) -> torch.Tensor:
+    """``value`` if it is a dense, strided tensor whose values are those in memory, not their negatives as in ``complex.conj().imag``."""
+    value = strided(name, value)
+    if not torch.compiler.is_compiling() and value.is_neg():  # operators resolve it
+        raise ValueError(f"{name} is a view of the negatives of what is stored; it must hold its own values, as resolve_neg() gives them")
     return value
 
 

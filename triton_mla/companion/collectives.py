@@ -27,9 +27,7 @@ def ordered_all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) 
     Raises:
         ValueError: an argument is wrong, or there is no such group; nothing has been sent.
     """
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x={x!r} must be a torch.Tensor")
-    checks.float_dtype("x", x)
+    checks.float_dtype("x", checks.strided("x", x))
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"group={group!r} must be a process group, and there is none: call torch.distributed.init_process_group before")
     if group is not None and not isinstance(group, dist.ProcessGroup):
