@@ -146,5 +146,6 @@ class Encoded:
         maps = self._maps[i]
         if len(maps) >= MAX_MAPS:
             maps.clear()
-        maps[address] = make_tensordesc_arg(self._describe[i](Address(address, self._dtype)), self._metas[i])
-        return maps[address]
+        encoded: list[Any] = make_tensordesc_arg(self._describe[i](Address(address, self._dtype)), self._metas[i])
+        maps[address] = encoded  # another thread may clear it at any time
+        return encoded
