@@ -328,14 +328,22 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Ten
     return products.grouped_linear(x.contiguous(), weight.transpose(1, 2), torch.nn.functional.pad(offs, (1, 0)))
 
 
+def _are_dims(x: Tensor, dims: Sequence[int]) -> bool:
+    """Whether these name dimensions of x, each at most once."""
+    limit = max(1, x.dim())
+    return all(-limit <= d < limit for d in dims) and len({d % limit for d in dims}) == len(dims)
+
+
 def _softmax(x: Tensor, dim: int, half_to_float: bool, *, log: bool = False) -> Any:
+    if not _are_dims(x, (dim,)):
+        return NotImplemented
     _floats(x.dtype)
     op = rows.log_softmax if log else rows.softmax
     return op(x if x.dim() else x.unsqueeze(0), dim, dtype=torch.float32 if half_to_float else None).view(x.shape)
 
 
 def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Any:
-    if dtype is None and out is None and not x.is_floating_point() and not x.is_complex():
+    if not _are_dims(x, dim or ()) or (dtype is None and out is None and not x.is_floating_point() and not x.is_complex()):
         return NotImplemented
     dtype = dtype or (x if out is None else out).dtype
     _floats(dtype)
