@@ -8,7 +8,7 @@ import aot
 import pytest
 import torch
 import triton
-from test_aot import PRODUCTS, check_fits
+from test_aot import PRODUCTS, SMALLEST, check_fits
 from uniform_registers import read_before_written
 
 from triton_mla import prefill_launch
@@ -60,9 +60,10 @@ def products(arch: str, dtype: torch.dtype, rows: int) -> set[str]:
     return {"wgmma"} if arch == "sm_90" and rows >= 64 else {"tcgen05"} if arch == "sm_100" and rows >= 64 else {"mma"}
 
 
-CASES = [pytest.param(arch, heads, torch.bfloat16, id=f"{arch}-{heads}-bf16") for arch in ARCHS for heads in HEADS]
-# Those with the least shared memory: the fp32 schedule is the same for all.
-CASES += [pytest.param(arch, heads, torch.float32, id=f"{arch}-{heads}-fp32") for arch in ("sm_86", "gfx942") for heads in HEADS]
+# Wide heads where their schedule is an own one, and where there is the least shared memory; there in fp32 too, whose schedule is the same for all.
+CASES = [pytest.param(arch, "narrow", torch.bfloat16, id=f"{arch}-narrow-bf16") for arch in ARCHS]
+CASES += [pytest.param(arch, "wide", torch.bfloat16, id=f"{arch}-wide-bf16") for arch in ("sm_80", "sm_90", *SMALLEST)]
+CASES += [pytest.param(arch, "wide", torch.float32, id=f"{arch}-wide-fp32") for arch in SMALLEST]
 
 
 @pytest.mark.parametrize(("arch", "heads", "dtype"), CASES)
