@@ -32,6 +32,12 @@ OUT_ATOL = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LSE_ATOL = 1e-4
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With `-n` a process takes tests in their order, so that what those of a module share is computed once."""
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "worksteal"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not ON_GPU:
         for item in items:

@@ -263,9 +263,22 @@ class TestVerify:
         verify._check_writable(tmp_path / "new.json")
         assert list(tmp_path.iterdir()) == [file]
 
-    @pytest.mark.slow
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
     def test_the_interpreter_is_turned_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With one check and one control of the suite; no kernel could run without."""
+        few = "from triton_mla.verification import suite\nsuite.CHECKS[1:], suite.CONTROLS[1:] = [], []\n"
+        monkeypatch.setattr(verify, "_WITH_INTERPRETER", verify._WITH_INTERPRETER.replace("sys.exit", few + "sys.exit"))
+        monkeypatch.setattr(knobs.runtime, "interpret", False)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        file = tmp_path / "evidence.json"
+        assert cli.main(["verify", "--quick", "--jobs", "1", "--record", str(file)]) == 0
+        data = json.loads(file.read_text(encoding="utf-8"))
+        assert data["fingerprint"]["arch"] == "interpreter" and data["passed"]
+        assert [row["status"] for row in data["checks"] + data["controls"]] == ["passed", "skipped", "passed"]
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+    def test_the_whole_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         file = tmp_path / "evidence.json"
         command = [sys.executable, "-m", "triton_mla", "verify", "--quick", "--record", str(file)]

@@ -11,7 +11,7 @@ from lanes import ON_GPU
 from determinism import scenarios
 from determinism.controls import SPLIT_BY_ROWS
 from determinism.models import MODELS, small
-from determinism.rows import Plan, bench_of
+from determinism.rows import Plan, bench_of, run_row
 from determinism.run import main, run
 
 FORM_CONTROLS = ["generated tokens in the prefix cache of mha prompts", "recomputed tokens routed as prompt"]
@@ -39,7 +39,7 @@ def fake(monkeypatch):
 def tiny(monkeypatch, device):
     """Two short requests, for models with kernels."""
     sizes = scenarios.SIZES[device.type, True]
-    lengths = (5, sizes.page_size + 1)
+    lengths = (3, sizes.page_size + 1)
     monkeypatch.setitem(scenarios.SIZES, (device.type, True), replace(sizes, lengths=lengths, new_tokens=2, needle=1, turns=(), batches=(2,), budgets=((9,),)))
 
 
@@ -129,15 +129,34 @@ def test_without_transformers(monkeypatch):
         MODELS["deepseek_v3"](torch.device("cpu"))
 
 
+PRODUCTS = "products split by the number of rows"
+
+
+def broken(monkeypatch):
+    """Puts the small model with the products of its control in its own place."""
+    monkeypatch.setitem(MODELS, "small", lambda device, **options: small(device, **{**options, "ops": SPLIT_BY_ROWS}))
+
+
+def test_rows_of_the_small_model(tiny, device, monkeypatch):
+    """One scenario and one control of the sound model, and the same scenario of the broken one."""
+    plan = Plan("small", device, True)
+    sound, control = (run_row(plan, name, "mha") for name in ("bsN", PRODUCTS))
+    assert (sound.status, control.status) == ("passed", "passed") and sound.compared > 0 < control.differing, (sound, control)
+    bench_of.cache_clear()
+    broken(monkeypatch)
+    caught = run_row(plan, "bsN", "mha")
+    assert (caught.status, caught.detail) == ("failed", "bits differ"), caught
+
+
 @pytest.mark.slow
 def test_the_small_model(tiny, device):
-    report = run(device, quick=True, names=["bsN", "padded replays", "chunk budgets", "products split by the number of rows"])
+    report = run(device, quick=True, names=["bsN", "padded replays", "chunk budgets", PRODUCTS])
     assert report.passed, report.render()
 
 
 @pytest.mark.slow
 def test_a_broken_small_model_is_caught(tiny, device, monkeypatch):
-    monkeypatch.setitem(MODELS, "small", lambda device, **options: small(device, **{**options, "ops": SPLIT_BY_ROWS}))
-    report = run(device, quick=True, names=["bsN", "products split by the number of rows"])
+    broken(monkeypatch)
+    report = run(device, quick=True, names=["bsN", PRODUCTS])
     assert not report.passed and report.differing > 0, report.render()
     assert [row.status for row in report.of("control")] == ["passed"]

@@ -16,7 +16,7 @@ def sizes(mla):
     """Length of the victim, of the longest neighbour, and batch sizes."""
     if mla.device.type == "cuda":
         return 19_802, 4096, (1, 2, 3, 15, 16, 17, 64, 257)
-    return 4 * mla.order.kv_split + 37, 80, (1, 2, 3, 9)
+    return 4 * mla.order.kv_split + 37, 80, (1, 2, 3, 6)
 
 
 @pytest.fixture(scope="module")

@@ -120,13 +120,19 @@ def spiky(batch):
     return replace(batch, q=batch.q * 4)
 
 
+@pytest.fixture(scope="module")
+def chosen(mha):
+    """Kinds of data, and their rows by the chosen schedule."""
+    batches = {data.__name__: data(mha.make(sizes(mha))) for data in (plain, rising, spiky)}
+    return [(name, batch, mha.prefill(batch)) for name, batch in batches.items()]
+
+
 @pytest.mark.parametrize("schedule", [pytest.param(s, id=str(s), marks=() if s in INTERPRETED else pytest.mark.gpu) for s in SCHEDULES])
-def test_every_schedule_has_the_bits_of_the_chosen_one(mha, schedule):
-    for data in (plain, rising, spiky):
-        batch = data(mha.make(sizes(mha)))
+def test_every_schedule_has_the_bits_of_the_chosen_one(mha, chosen, schedule):
+    for name, batch, expected in chosen:
         with or_skip():
             rows = mha.prefill(batch, schedule=schedule)
-        rows.assert_same(mha.prefill(batch), f"{data.__name__}:")
+        rows.assert_same(expected, f"{name}:")
 
 
 @pytest.mark.gpu
