@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -181,3 +181,9 @@ def lengths(
         q_len = starts[i + 1] - starts[i]
         if 0 < n < q_len:
             raise ValueError(f"seq_lens[{i}]={n} must be at least the request's {q_len} query tokens, whose KV it includes")
+
+
+def are_dims(x: torch.Tensor, dims: Sequence[int]) -> bool:
+    """Whether these name dimensions of x, each at most once."""
+    limit = max(1, x.dim())
+    return all(-limit <= d < limit for d in dims) and len({d % limit for d in dims}) == len(dims)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import checks
 from .companion import products, rows
 from .errors import UnsupportedError
 from .launch import INTERPRETED
@@ -328,22 +329,15 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Ten
     return products.grouped_linear(x.contiguous(), weight.transpose(1, 2), torch.nn.functional.pad(offs, (1, 0)))
 
 
-def _are_dims(x: Tensor, dims: Sequence[int]) -> bool:
-    """Whether these name dimensions of x, each at most once."""
-    limit = max(1, x.dim())
-    return all(-limit <= d < limit for d in dims) and len({d % limit for d in dims}) == len(dims)
-
-
 def _softmax(x: Tensor, dim: int, half_to_float: bool, *, log: bool = False) -> Any:
-    if not _are_dims(x, (dim,)):
+    if not checks.are_dims(x, (dim,)):
         return NotImplemented
     _floats(x.dtype)
-    op = rows.log_softmax if log else rows.softmax
-    return op(x if x.dim() else x.unsqueeze(0), dim, dtype=torch.float32 if half_to_float else None).view(x.shape)
+    return (rows.log_softmax if log else rows.softmax)(x if x.dim() else x.unsqueeze(0), dim, dtype=torch.float32 if half_to_float else None).view(x.shape)
 
 
 def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Any:
-    if not _are_dims(x, dim or ()) or (dtype is None and out is None and not x.is_floating_point() and not x.is_complex()):
+    if not checks.are_dims(x, dim or ()) or (dtype is None and out is None and not x.is_floating_point() and not x.is_complex()):
         return NotImplemented
     dtype = dtype or (x if out is None else out).dtype
     _floats(dtype)
@@ -389,8 +383,7 @@ _SUMS: dict[str, Kernel] = {"addmm": partial(_add, dims=(2, 2)), "baddbmm": part
 KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("dot", "vdot"), partial(_multiply, dims=(1, 1))), **dict.fromkeys(("mean.dim", "mean.out"), _mean),
     "_fused_rms_norm": _rms_norm, "_grouped_mm": _grouped_mm, "_foreach_mm": lambda a, b: [torch.mm(*pair) for pair in zip(a, b, strict=True)],
-    **_RESULTS, **_SUMS,
-    **{f"{name}.out": _with_out(kernel) for name, kernel in {**_RESULTS, **_SUMS}.items()},
+    **_RESULTS, **_SUMS, **{f"{name}.out": _with_out(kernel) for name, kernel in {**_RESULTS, **_SUMS}.items()},
     **{f"{name}_": _in_place(kernel) for name, kernel in _SUMS.items()},
     # What torch has that adds as it likes.
     **dict.fromkeys([

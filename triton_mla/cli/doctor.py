@@ -88,8 +88,7 @@ def architecture() -> Findings:
     none = "no kernel runs without the interpreter" if arch == "cpu" else "no tables for it, so no kernel runs"
     yield "this device", arch if arch in ARCHITECTURES else f"{arch}: {none}"
     yield "with tables", ", ".join(ARCHITECTURES)
-    used = "used where there are many rows" if arch in ARCHITECTURES and ARCHITECTURES[arch].hopper else "in no table: only a call's own schedule takes it"
-    yield "Hopper form of decode", hopper_decode.machine_refusal(arch) or used
+    yield "Hopper form of decode", hopper_decode.machine_refusal(arch) or "used where there are many rows"
 
 
 def launch() -> Findings:
