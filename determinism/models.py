@@ -55,12 +55,16 @@ Build = Callable[[PathRule], Model]
 
 @dataclass(frozen=True)
 class SmallConfig:
-    """Sizes of a `SmallModel`: the first layer has an MLP, the others have experts, and one that is shared by all tokens."""
+    """Sizes of a `SmallModel`: the first layer has an MLP, the others have experts, and one that is shared by all tokens.
+
+    intermediate: columns of the first layer's MLP; moe_intermediate: of an expert.
+    """
 
     dims: MLADims
     hidden: int
     layers: int
     intermediate: int
+    moe_intermediate: int
     experts: int
     top_k: int
     vocab_size: int
@@ -73,11 +77,12 @@ class SmallConfig:
 
 
 TINY = SmallConfig(
-    MLADims(2, 32, 16, 16, 16), hidden=32, layers=2, intermediate=32, experts=4, top_k=2, vocab_size=64, positions=256, dtype=torch.float32,
-    order=ReductionOrder(block_n=16, kv_split=16), prefill_order=PrefillOrder(block_n=16),
+    MLADims(2, 32, 16, 16, 16), hidden=32, layers=2, intermediate=32, moe_intermediate=32, experts=4, top_k=2, vocab_size=64, positions=256,
+    dtype=torch.float32, order=ReductionOrder(block_n=16, kv_split=16), prefill_order=PrefillOrder(block_n=16),
 )
+# cuBLAS cuts K of a product like the MLP's second, 8192 to 1024, by the number of rows: the control without invariance needs one.
 SMALL = SmallConfig(
-    MLADims(16), hidden=1024, layers=3, intermediate=768, experts=8, top_k=2, vocab_size=4096, positions=8192, dtype=torch.bfloat16,
+    MLADims(16), hidden=1024, layers=3, intermediate=8192, moe_intermediate=768, experts=8, top_k=2, vocab_size=4096, positions=8192, dtype=torch.bfloat16,
     order=ReductionOrder(), prefill_order=PrefillOrder(),
 )
 COMPANION = SimpleNamespace(**{
@@ -104,15 +109,16 @@ class SmallModel:
             return (1 + 0.1 * torch.randn(width, generator=chance)).to(device, config.dtype)
 
         def layer(index: int) -> SimpleNamespace:
+            width = config.moe_intermediate if index else config.intermediate
             parts = SimpleNamespace(
                 before=norm(hidden), after=norm(hidden), latent=norm(dims.kv_lora_rank), query=weight(dims.num_heads * dims.qk_head_dim, hidden, gain=2),
                 kv=weight(dims.latent_dim, hidden), out=weight(hidden, dims.num_heads * dims.v_head_dim),
-                gate_up=weight(2 * config.intermediate, hidden), down=weight(hidden, config.intermediate), router=None,
+                gate_up=weight(2 * width, hidden), down=weight(hidden, width), router=None,
             )
             if index:
                 parts.router, parts.bias = weight(config.experts, hidden), 0.1 * torch.randn(config.experts, generator=chance).to(device)
-                parts.experts_gate_up = weight(config.experts, 2 * config.intermediate, hidden)
-                parts.experts_down = weight(config.experts, hidden, config.intermediate)
+                parts.experts_gate_up = weight(config.experts, 2 * config.moe_intermediate, hidden)
+                parts.experts_down = weight(config.experts, hidden, config.moe_intermediate)
             return parts
 
         self.layers = [layer(index) for index in range(config.layers)]
@@ -213,7 +219,7 @@ def deepseek_v3(device: torch.device, *, config: SmallConfig | None = None, inva
     dims = config.dims
     torch.manual_seed(0)
     weights = DeepseekV3ForCausalLM(DeepseekV3Config(
-        vocab_size=config.vocab_size, hidden_size=config.hidden, intermediate_size=config.intermediate, moe_intermediate_size=config.intermediate,
+        vocab_size=config.vocab_size, hidden_size=config.hidden, intermediate_size=config.intermediate, moe_intermediate_size=config.moe_intermediate,
         num_hidden_layers=config.layers, num_attention_heads=dims.num_heads, num_key_value_heads=dims.num_heads, n_shared_experts=1,
         n_routed_experts=config.experts, num_experts_per_tok=config.top_k, n_group=config.groups, topk_group=1, first_k_dense_replace=1,
         kv_lora_rank=dims.kv_lora_rank, q_lora_rank=config.hidden // 2, qk_rope_head_dim=dims.qk_rope_head_dim, v_head_dim=dims.v_head_dim,

@@ -135,7 +135,7 @@ def run(
     start = time.perf_counter()
     report = Report(
         model=model, sizes=plan.sizes.name, environment=describe(device),
-        config={name: str(getattr(config, name)) for name in ("hidden", "layers", "experts", "top_k", "vocab_size", "dtype")}
+        config={name: str(getattr(config, name)) for name in ("hidden", "layers", "intermediate", "experts", "top_k", "vocab_size", "dtype")}
         | ({"ranks": f"{ranks} by {plan.backend}"} if ranks > 1 else {}),
         fingerprint=numerics_fingerprint(
             order=config.order, dtype=config.dtype, arch=own_arch(device), kv_lora_rank=config.dims.kv_lora_rank,

@@ -188,10 +188,11 @@ class Run:
 
     def preemption(self) -> None:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        batch = prompts(4, 16, 200, 6000, self.vocabulary)
-        one = self.alone(batch, 128)
+        # Prompts that all find room at first, in 200 pages of 64, and outgrow it by what they generate.
+        batch = prompts(4, 24, 200, 800, self.vocabulary)
+        one = self.alone(batch, 320)
         counted = scheduler._preempt_request = Mock(wraps=scheduler._preempt_request)
-        together, _ = self.generate(batch, 128)
+        together, _ = self.generate(batch, 320)
         self.add("preempted and recomputed, against alone", compare(one, together), preemptions=counted.call_count)
 
     def cache_off(self) -> None:

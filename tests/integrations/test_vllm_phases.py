@@ -14,6 +14,7 @@ class Llm:
     """`depends`: "nothing", "batch" or "cache"."""
 
     depends = "nothing"
+    CACHE = 200 * 64  # tokens of the engines of `preemption`
 
     def __init__(self, **options):
         self.options, self.cached, self.running = options, [], []
@@ -29,7 +30,8 @@ class Llm:
 
     def generate(self, prompts, sampling, use_tqdm):
         outputs = []
-        if len(prompts) == 16 and sampling.max_tokens == 128:
+        lengths = [len(item["prompt_token_ids"]) for item in prompts]
+        if sum(lengths) <= self.CACHE < sum(lengths) + len(prompts) * sampling.max_tokens:  # all are admitted, and all outgrow it
             self.scheduler._preempt_request("the first")
         for prompt in (item["prompt_token_ids"] for item in prompts):
             hits = max((len(known) for known in self.cached if prompt[: len(known)] == known), default=0)
