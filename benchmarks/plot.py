@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.report import by_workload
 
 MARKERS = "osD^v<>PX*hd"
+TICKS = [digit * 10.0**power for power in range(-2, 5) for digit in (1, 2, 5)]
 
 
 def check() -> None:
@@ -39,6 +40,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullFormatter
 
     found = panels(content["rows"])
     if not found:
@@ -46,22 +48,32 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     names = list(dict.fromkeys(impl for panel in found.values() for times in panel.values() for impl in times if impl != "floor"))
     names.sort(key=lambda name: name != "triton_mla")
     widest = max(len(panel) for panel in found.values())
-    figure = Figure(figsize=(max(6.0, 2.5 + 0.45 * widest), 4.2 * len(found)), layout="constrained")
+    figure = Figure(figsize=(max(6.0, 2.5 + 0.42 * widest), 0.8 + 3.9 * len(found)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+    drawn = {}
     for axis, (title, panel) in zip(axes, found.items(), strict=True):
         for i, name in enumerate(names):
             points = [(x, times[name]) for x, times in enumerate(panel.values()) if name in times]
             if points:
-                ours = {"linewidth": 2, "color": "black", "zorder": 3} if name == "triton_mla" else {"linewidth": 0.8}
-                axis.plot(*zip(*points, strict=True), marker=MARKERS[i % len(MARKERS)], markersize=4, label=name, **ours)
-        axis.axhline(1.0, color="grey", linestyle="--", label="floor")
+                # Workloads are no scale: a line would say that there is something between two of them. Ours has one, to be found.
+                style = {"linewidth": 0.0, "markersize": 5, "color": f"C{i}", "alpha": 0.85}
+                if name == "triton_mla":
+                    style = {"linewidth": 1.0, "markersize": 5, "color": "black", "zorder": 3}
+                (drawn[name],) = axis.plot(*zip(*points, strict=True), marker=MARKERS[i % len(MARKERS)], **style)
+        drawn["floor"] = axis.axhline(1.0, color="grey", linestyle="--")
         axis.set(title=title, ylabel="time / floor", yscale="log")
-        axis.set_xticks(range(len(panel)), [short(name, title) for name in panel], rotation=60, ha="right", fontsize=7)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize=8, ncols=3)
+        low, high = axis.get_ylim()
+        axis.yaxis.set_major_locator(FixedLocator([tick for tick in TICKS if low <= tick <= high]))
+        axis.yaxis.set_minor_locator(FixedLocator([]))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.set_xticks(range(len(panel)), [short(name, title) for name in panel], rotation=50, ha="right", rotation_mode="anchor", fontsize=8)
+        axis.grid(axis="y", alpha=0.4)
+        axis.grid(axis="x", alpha=0.15)
     header = content.get("header", {})
     figure.suptitle(f"{header.get('gpu', '')}, {header.get('date', '')}, bf16; lower is better".strip(", "))
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=min(5, len(drawn)), fontsize=9)
     try:
         figure.savefig(path, dpi=110, format="png")
     except OSError as error:
