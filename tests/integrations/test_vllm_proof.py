@@ -63,6 +63,7 @@ def test_aims_hold_only_what_was_measured():
 def test_environments(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_MLA_PREFILL_PATH", "absorbed")
     monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.1")
+    monkeypatch.setattr(proof, "entry_points", lambda group: ())  # as in a checkout that is not installed
     by_name = {engine.name: proof.environment(engine, tmp_path) for engine in ENGINES}
     assert by_name["ours"]["VLLM_BATCH_INVARIANT"] == "1" and by_name["triton_mla_flag_off"]["VLLM_BATCH_INVARIANT"] == "0"
     assert by_name["ours_keep"]["TRITON_MLA_PREFIX_CACHING"] == "keep"
