@@ -63,29 +63,38 @@ def segment(page_size: int) -> int:
     return math.gcd(page_size, 64)
 
 
-def descriptions(plan: AttentionPlan, strides: Strides) -> tuple[Callable[[Any], Any], ...]:
-    """From q_nope, q_pe and kv_cache, or their addresses, to TMA descriptors.
+def cache_rows(plan: AttentionPlan, strides: Strides, columns: int) -> Callable[[Any], Any]:
+    """From the cache, or its address, to a TMA descriptor whose boxes are a segment's rows and so many columns.
 
-    Boxes of queries are the rows of a tile and 64 columns; heads and tokens outside come as zeros. Boxes of the cache are a segment's rows and
-    64 columns, and a row past the last visible token comes as zeros, whatever lies there: the coordinates [AXIS, row + n, AXIS - n, column]
-    wrap around to the address of (row, column), since the strides of the first three add up to 2^64 bytes at AXIS, and from its n-th row on
-    the box lies outside the third axis.
+    A row past the last visible token comes as zeros, whatever lies there: the coordinates [AXIS, row + n, AXIS - n, column] wrap around to the
+    address of (row, column), since the strides of the first three add up to 2^64 bytes at AXIS, and from its n-th row on the box lies outside
+    the third axis.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .kernels.hopper.copies import SHARED4
+
+    slot = strides.kv_cache[1]
+    shape = [0x7FFF0000, 0x7FFF0000, AXIS, plan.kv_lora_rank + plan.qk_rope_head_dim]
+    return lambda base: TensorDescriptor(base, shape, [2**34 - slot, slot, slot, 1], [1, 1, segment(plan.page_size), columns], SHARED4.value)
+
+
+def descriptions(plan: AttentionPlan, strides: Strides) -> tuple[Callable[[Any], Any], ...]:
+    """From q_nope, q_pe and kv_cache, or their addresses, to TMA descriptors.
+
+    Boxes of queries are the rows of a tile and 64 columns; heads and tokens outside come as zeros.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     from .kernels.hopper.decode_copies import SHARED3
 
     heads, tokens, _ = hopper_tile(plan.num_heads)
-    width = plan.kv_lora_rank + plan.qk_rope_head_dim
-    slot = strides.kv_cache[1]
-    cache = ([0x7FFF0000, 0x7FFF0000, AXIS, width], [2**34 - slot, slot, slot, 1], [1, 1, segment(plan.page_size), 64], SHARED4.value)
 
     def query(columns: int, rows: tuple[int, ...]) -> Callable[[Any], Any]:
         shape = [plan.num_tokens, plan.num_heads, columns]
         return lambda base: TensorDescriptor(base, shape, [*rows, 1], [tokens, heads, 64], SHARED3.value)
 
-    return query(plan.kv_lora_rank, strides.q_nope), query(plan.qk_rope_head_dim, strides.q_pe), lambda base: TensorDescriptor(base, *cache)
+    return query(plan.kv_lora_rank, strides.q_nope), query(plan.qk_rope_head_dim, strides.q_pe), cache_rows(plan, strides, 64)
 
 
 def steps(plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) -> list[Step]:
