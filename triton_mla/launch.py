@@ -141,9 +141,9 @@ def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int, with_l
         row_tiles = min(plan.wave_row_tiles, plan.num_row_tiles - first_row_tile)
         wave = (first_row_tile, plan.num_splits, plan.wave_rows)
         if schedule.form == "hopper_few":
-            from . import hopper_few
+            from . import hopper_decode
 
-            steps.append(hopper_few.step(plan, strides, row_tiles, sizes, wave, with_lse))
+            steps.append(hopper_decode.few_step(plan, strides, row_tiles, sizes, wave, with_lse))
         elif schedule.form == "one_pass":
             steps.append(Step(
                 one_pass_kernel, (row_tiles, plan.num_splits), _ONE_PASS,

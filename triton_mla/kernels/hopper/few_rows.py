@@ -7,14 +7,13 @@ from triton.experimental.gluon import language as gl
 from .decode_rows import LATENT, LN2, no_nan
 from .registers import across
 
-WARPS = gl.constexpr(8)
-LANES = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))  # 256 integers, all of them in every warp
 NOTHING = gl.constexpr(-0x40000000)  # position from which no token is seen
 
 
 @gluon.jit
-def locate_tile(row_tile, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len, ROWS: gl.constexpr, DECODE: gl.constexpr):
+def locate_tile(batch, ROWS: gl.constexpr, DECODE: gl.constexpr, WARPS: gl.constexpr):
     """Scalars of a row tile: (request, whether it is too long, its first query token, how many it has, position of the first, first row)."""
+    row_tile, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len = batch
     if DECODE:
         tiles = (num_heads + ROWS - 1) // ROWS
         request = row_tile // tiles
@@ -25,6 +24,7 @@ def locate_tile(row_tile, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_he
         kv_len = gl.load(SEQ_LENS + request)
         real = True
     else:
+        LANES: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])  # 256 integers, all of them in every warp
         before = 0
         for chunk in range(0, batch_size + 1, 256):
             i = chunk + gl.arange(0, 256, LANES)
@@ -60,9 +60,9 @@ def tile_rows(tile, num_heads, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_split(ref, total, rest, acc, tile, split, OUT, LSE, PARTIALS, stride_out_token, stride_out_head, num_heads, kv_split, num_splits, num_rows,
-                ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
+def store_split(ref, total, rest, acc, tile, split, rows, num_heads, ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
     """ref, total, rest [ROWS], mass = total + rest; acc: eight times [ROWS, 64]. Rows that see one split are finished, others leave a partial."""
+    OUT, LSE, PARTIALS, stride_out_token, stride_out_head, kv_split, num_splits, num_rows = rows
     ACC: gl.constexpr = acc[0].type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     too_long = tile[1]
