@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from .copies import SHARED
 from .decode_relay import rescale, weights_of
 from .decode_rows import no_nan
-from .few_copies import TILES, producer
+from .few_copies import BLOCKS, TILES, producer
 from .few_rows import locate_tile, store_split, tile_rows, visible_tokens
 
 WARPS = gl.constexpr(8)  # that compute
@@ -36,18 +36,21 @@ def load_q(Q, stride_token, stride_head, tile, num_heads, ROWS: gl.constexpr, CO
 
 
 @gluon.jit
-def q_operands(query, tile, num_heads, latent, ROWS: gl.constexpr, LEFT: gl.constexpr):
+def q_operands(query, tile, num_heads, k, ROWS: gl.constexpr, LEFT: gl.constexpr):
     """Nine left operands [ROWS, 64], by way of the last slot of the ring."""
     Q_NOPE, Q_PE, stride_qn_token, stride_qn_head, stride_qp_token, stride_qp_head = query
-    SLOTS: gl.constexpr = TILES * 64 // ROWS  # of as many columns as K, but ROWS rows
-    LAST: gl.constexpr = (TILES - 1) * 64 // ROWS
-    latent._reinterpret(latent.dtype, [SLOTS, ROWS, 512], SHARED).index(LAST).store(
-        load_q(Q_NOPE, stride_qn_token, stride_qn_head, tile, num_heads, ROWS, 512, LATENT_Q))
-    blocks = latent._reinterpret(latent.dtype, [SLOTS * 8, ROWS, 64], SHARED)
-    blocks.index(LAST * 8 + 8).store(load_q(Q_PE, stride_qp_token, stride_qp_head, tile, num_heads, ROWS, 64, ROPE_Q))
+    AT: gl.constexpr = (TILES - 1) * BLOCKS * 64 // ROWS
+    left = load_q(Q_NOPE, stride_qn_token, stride_qn_head, tile, num_heads, ROWS, 256, LATENT_Q)
+    right = load_q(Q_NOPE + 256, stride_qn_token, stride_qn_head, tile, num_heads, ROWS, 256, LATENT_Q)
+    rope = load_q(Q_PE, stride_qp_token, stride_qp_head, tile, num_heads, ROWS, 64, ROPE_Q)
+    wide = k._reinterpret(k.dtype, [TILES * BLOCKS * 16 // ROWS, ROWS, 256], SHARED)
+    blocks = k._reinterpret(k.dtype, [TILES * BLOCKS * 64 // ROWS, ROWS, 64], SHARED)
+    wide.index(AT // 4).store(left)
+    wide.index(AT // 4 + 1).store(right)
+    blocks.index(AT + 8).store(rope)
     q = ()
-    for j in gl.static_range(9):
-        q = q + (blocks.index(LAST * 8 + j).load(LEFT),)
+    for j in gl.static_range(BLOCKS):
+        q = q + (blocks.index(AT + j).load(LEFT),)
     return q
 
 
@@ -87,7 +90,7 @@ def sum_weights(p, buffers, totals, rests, alpha, WITH_LSE: gl.constexpr):
 
 @gluon.jit
 def consumer(query, rows, batch, split, scale, ring, buffers, ROWS: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr):
-    latent, rope, full, empty = ring
+    k, full, empty = ring
     num_heads, kv_split = batch[5], rows[5]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [ROWS // 16, WARPS // (ROWS // 16)], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -104,15 +107,14 @@ def consumer(query, rows, batch, split, scale, ring, buffers, ROWS: gl.constexpr
         for _j in gl.static_range(8):
             acc = acc + (gl.zeros([ROWS, 64], gl.float32, ACC),)
         if first < end:
-            q = q_operands(query, tile, num_heads, latent, ROWS, LEFT)
+            q = q_operands(query, tile, num_heads, k, ROWS, LEFT)
             fence_async_shared()
             mbarrier.arrive(empty.index(TILES - 1), count=1)
             seen = gl.full([ROWS], end, gl.int32, ROW) if DECODE else tile_rows(tile, num_heads, ROWS, ROW)[2]
             mbarrier.wait(full.index(0), 0)
             s = gl.zeros([ROWS, 64], gl.float32, ACC)
-            for j in gl.static_range(8):
-                s = mma_v2(q[j], latent.index(j).permute((1, 0)).load(RIGHT), s)
-            s = mma_v2(q[8], rope.index(0).permute((1, 0)).load(RIGHT), s)
+            for j in gl.static_range(BLOCKS):
+                s = mma_v2(q[j], k.index(j).permute((1, 0)).load(RIGHT), s)
             ref, alpha = weigh(s, ref, first, seen, scale, buffers, ROWS, WITH_LSE)
 
             slot, ahead, phase = 0, 1, 0  # slots of tiles i and i + 1, and which filling of the latter to wait for
@@ -122,15 +124,14 @@ def consumer(query, rows, batch, split, scale, ring, buffers, ROWS: gl.constexpr
                 s = gl.zeros([ROWS, 64], gl.float32, ACC)
                 done = ()
                 for j in gl.static_range(4):
-                    s = mma_v2(q[j], latent.index(ahead * 8 + j).permute((1, 0)).load(RIGHT), s)
+                    s = mma_v2(q[j], k.index(ahead * BLOCKS + j).permute((1, 0)).load(RIGHT), s)
                     for v in gl.static_range(2 * j, 2 * j + 2):
-                        done = done + (mma_v2(p, latent.index(slot * 8 + v).load(RIGHT), rescale(acc[v], alpha)),)
+                        done = done + (mma_v2(p, k.index(slot * BLOCKS + v).load(RIGHT), rescale(acc[v], alpha)),)
                 acc = done
-                mbarrier.arrive(empty.index(slot), count=1)
-                for j in gl.static_range(4, 8):
-                    s = mma_v2(q[j], latent.index(ahead * 8 + j).permute((1, 0)).load(RIGHT), s)
-                s = mma_v2(q[8], rope.index(ahead).permute((1, 0)).load(RIGHT), s)
                 totals, rests = sum_weights(p, buffers, totals, rests, alpha, WITH_LSE)
+                mbarrier.arrive(empty.index(slot), count=1)
+                for j in gl.static_range(4, BLOCKS):
+                    s = mma_v2(q[j], k.index(ahead * BLOCKS + j).permute((1, 0)).load(RIGHT), s)
                 ref, alpha = weigh(s, ref, pos, seen, scale, buffers, ROWS, WITH_LSE)
                 slot = ahead
                 ahead = gl.where(ahead == TILES - 1, 0, ahead + 1)
@@ -140,7 +141,7 @@ def consumer(query, rows, batch, split, scale, ring, buffers, ROWS: gl.constexpr
             totals, rests = sum_weights(p, buffers, totals, rests, alpha, WITH_LSE)
             done = ()
             for v in gl.static_range(8):
-                done = done + (mma_v2(p, latent.index(slot * 8 + v).load(RIGHT), rescale(acc[v], alpha)),)
+                done = done + (mma_v2(p, k.index(slot * BLOCKS + v).load(RIGHT), rescale(acc[v], alpha)),)
             acc = done
         tile = locate_tile(batch, ROWS, DECODE, WARPS)  # again: the loop has no registers to keep it in
         store_split(ref, gl.max(totals, 1), gl.max(rests, 1), acc, tile, split, rows, num_heads, ROWS, WITH_LSE)
@@ -162,8 +163,7 @@ def hopper_few_kernel(
         gdc_launch_dependents()
     DTYPE: gl.constexpr = kv_desc.dtype
     ring = (
-        gl.allocate_shared_memory(DTYPE, [TILES * 8, 64, 64], SHARED),  # of each tile its blocks of 64 latent columns
-        gl.allocate_shared_memory(DTYPE, [TILES, 64, 64], SHARED),
+        gl.allocate_shared_memory(DTYPE, [TILES * BLOCKS, 64, 64], SHARED),
         gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout()),
     )
@@ -171,8 +171,8 @@ def hopper_few_kernel(
     rest = gl.allocate_shared_memory(DTYPE, [ROWS, 64], SHARED) if WITH_LSE else weights
     buffers = (weights, rest, gl.allocate_shared_memory(gl.float32, [ROWS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])))
     for i in gl.static_range(TILES):
+        mbarrier.init(ring[1].index(i), count=1)
         mbarrier.init(ring[2].index(i), count=1)
-        mbarrier.init(ring[3].index(i), count=1)
     split = gl.program_id(1)
     batch = (first_row_tile + gl.program_id(0), CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len)
     query = (Q_NOPE, Q_PE, stride_qn_token, stride_qn_head, stride_qp_token, stride_qp_head)

@@ -8,6 +8,7 @@ from .copies import AXIS, SHARED4
 from .few_rows import locate_tile, visible_tokens
 
 TILES = gl.constexpr(3)  # of the ring
+BLOCKS = gl.constexpr(9)  # of a tile, 64 columns each: latent, and the last one rope
 
 
 @gluon.jit
@@ -25,10 +26,9 @@ def producer(kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_tab
              ROWS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, DECODE: gl.constexpr):
     """The tiles of the split, token rows past its end as zeros: see hopper_decode.cache_rows. The first two go at once, the third when Q has
     left its slot, the others when the tile before has. A tile is 64 / SEG segments, each within a page."""
-    latent, rope, full, empty = ring
+    k, full, empty = ring
     SEGS: gl.constexpr = 64 // SEG
-    latent = latent._reinterpret(latent.dtype, [TILES * 8 * SEGS, 1, 1, SEG, 64], SHARED4)
-    rope = rope._reinterpret(rope.dtype, [TILES * SEGS, 1, 1, SEG, 64], SHARED4)
+    k = k._reinterpret(k.dtype, [TILES * BLOCKS * SEGS, 1, 1, SEG, 64], SHARED4)
     max_seq_len = batch[6]
     tile = locate_tile(batch, ROWS, DECODE, 1)
     pages = BLOCK_TABLE + tile[0].to(gl.int64) * stride_table
@@ -41,11 +41,11 @@ def producer(kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_tab
             mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
         mbarrier.expect(bar, 64 * 576 * 2)
-        for i in gl.static_range(SEGS):
-            n = gl.minimum(gl.maximum(end - pos - i * SEG, 0), SEG)
-            for j in gl.static_range(8):
-                tma.async_copy_global_to_shared(kv_desc, [AXIS, rows[i] + n, AXIS - n, j * 64], bar, latent.index((slot * 8 + j) * SEGS + i))
-            tma.async_copy_global_to_shared(kv_desc, [AXIS, rows[i] + n, AXIS - n, 512], bar, rope.index(slot * SEGS + i))
+        for j in range(0, BLOCKS, 3):  # unrolled further, copies of short segments run out of uniform registers
+            for u in gl.static_range(3):
+                for i in gl.static_range(SEGS):
+                    n = gl.minimum(gl.maximum(end - pos - i * SEG, 0), SEG)
+                    tma.async_copy_global_to_shared(kv_desc, [AXIS, rows[i] + n, AXIS - n, (j + u) * 64], bar, k.index((slot * BLOCKS + j + u) * SEGS + i))
         rows = segment_rows(pages, pos + 64, max_seq_len, page_rows, PAGE_SIZE, SEG)  # its latency is hidden behind the wait
         slot = gl.where(slot == TILES - 1, 0, slot + 1)
         phase = gl.where(slot == TILES - 1, phase ^ 1, phase)  # Q is the first to leave the last slot
