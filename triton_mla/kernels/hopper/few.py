@@ -173,6 +173,7 @@ def hopper_few_kernel(
     for i in gl.static_range(TILES):
         mbarrier.init(ring[1].index(i), count=1)
         mbarrier.init(ring[2].index(i), count=1)
+    fence_async_shared()
     split = gl.program_id(1)
     batch = (first_row_tile + gl.program_id(0), CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len)
     query = (Q_NOPE, Q_PE, stride_qn_token, stride_qn_head, stride_qp_token, stride_qp_head)

@@ -12,13 +12,9 @@ BLOCKS = gl.constexpr(9)  # of a tile, 64 columns each: latent, and the last one
 
 
 @gluon.jit
-def segment_rows(pages, token, limit, page_rows, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr):
-    """Row of the cache, in all its pages, where each segment of the K tile at ``token`` begins. The table has room for ``limit`` tokens."""
-    rows = ()
-    for i in gl.static_range(64 // SEG):
-        t = token + i * SEG
-        rows = rows + (gl.load(pages + t // PAGE_SIZE, mask=t < limit, other=0) * page_rows + t % PAGE_SIZE,)
-    return rows
+def segment_row(pages, token, limit, page_rows, PAGE_SIZE: gl.constexpr):
+    """Row of the cache, in all its pages, where the segment at ``token`` begins. The table has room for ``limit`` tokens."""
+    return gl.load(pages + token // PAGE_SIZE, mask=token < limit, other=0) * page_rows + token % PAGE_SIZE
 
 
 @gluon.jit
@@ -29,23 +25,24 @@ def producer(kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_tab
     k, full, empty = ring
     SEGS: gl.constexpr = 64 // SEG
     k = k._reinterpret(k.dtype, [TILES * BLOCKS * SEGS, 1, 1, SEG, 64], SHARED4)
-    max_seq_len = batch[6]
     tile = locate_tile(batch, ROWS, DECODE, 1)
     pages = BLOCK_TABLE + tile[0].to(gl.int64) * stride_table
+    limit = gl.where(tile[0] < batch[4], batch[6], 0)  # not the request's length, which page ids need not wait for
     first = split * kv_split
-    rows = segment_rows(pages, first, max_seq_len, page_rows, PAGE_SIZE, SEG)
+    row = segment_row(pages, first, limit, page_rows, PAGE_SIZE)
     end = gl.minimum(first + kv_split, visible_tokens(tile, batch[5], ROWS))
     slot, phase = 0, 1
-    for pos in range(first, end, 64):
-        if pos >= first + 128:
-            mbarrier.wait(empty.index(slot), phase)
+    # one loop over segments: those of a tile unrolled, ptxas runs out of uniform registers
+    for token in range(first, (end + 63) // 64 * 64, SEG):
         bar = full.index(slot)
-        mbarrier.expect(bar, 64 * 576 * 2)
-        for j in range(0, BLOCKS, 3):  # unrolled further, copies of short segments run out of uniform registers
-            for u in gl.static_range(3):
-                for i in gl.static_range(SEGS):
-                    n = gl.minimum(gl.maximum(end - pos - i * SEG, 0), SEG)
-                    tma.async_copy_global_to_shared(kv_desc, [AXIS, rows[i] + n, AXIS - n, (j + u) * 64], bar, k.index((slot * BLOCKS + j + u) * SEGS + i))
-        rows = segment_rows(pages, pos + 64, max_seq_len, page_rows, PAGE_SIZE, SEG)  # its latency is hidden behind the wait
-        slot = gl.where(slot == TILES - 1, 0, slot + 1)
-        phase = gl.where(slot == TILES - 1, phase ^ 1, phase)  # Q is the first to leave the last slot
+        if token % 64 == 0:
+            if token >= first + 128:
+                mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(bar, 64 * 576 * 2)
+        n = gl.minimum(gl.maximum(end - token, 0), SEG)
+        for j in gl.static_range(BLOCKS):
+            tma.async_copy_global_to_shared(kv_desc, [AXIS, row + n, AXIS - n, j * 64], bar, k.index((slot * BLOCKS + j) * SEGS + token % 64 // SEG))
+        row = segment_row(pages, token + SEG, limit, page_rows, PAGE_SIZE)  # its latency is hidden behind the wait
+        if (token + SEG) % 64 == 0:
+            slot = gl.where(slot == TILES - 1, 0, slot + 1)
+            phase = gl.where(slot == TILES - 1, phase ^ 1, phase)  # Q is the first to leave the last slot

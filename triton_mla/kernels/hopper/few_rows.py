@@ -4,7 +4,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .decode_rows import LATENT, LN2, no_nan
+from .decode_rows import LATENT, LN2
 from .registers import across
 
 NOTHING = gl.constexpr(-0x40000000)  # position from which no token is seen
