@@ -40,8 +40,9 @@ def producer(kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_tab
                 mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(bar, 64 * 576 * 2)
         n = gl.minimum(gl.maximum(end - token, 0), SEG)
+        last = gl.where(n > 0, row + n, 0)  # past the end the table may hold anything
         for j in gl.static_range(BLOCKS):
-            tma.async_copy_global_to_shared(kv_desc, [AXIS, row + n, AXIS - n, j * 64], bar, k.index((slot * BLOCKS + j) * SEGS + token % 64 // SEG))
+            tma.async_copy_global_to_shared(kv_desc, [AXIS, last, AXIS - n, j * 64], bar, k.index((slot * BLOCKS + j) * SEGS + token % 64 // SEG))
         row = segment_row(pages, token + SEG, limit, page_rows, PAGE_SIZE)  # its latency is hidden behind the wait
         if (token + SEG) % 64 == 0:
             slot = gl.where(slot == TILES - 1, 0, slot + 1)
