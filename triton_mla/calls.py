@@ -163,7 +163,7 @@ def _prepare(given: Given) -> Call:
     checks.lengths(c.seq_lens, c.block_table, page_size, num_pages, None if given.decode else c.starts, num_tokens, plan.max_seq_len)
     out_strides = (num_heads * R, R) if given.out is None else given.out.stride()[:2]
     strides = Strides(c.q_nope.stride()[:2], c.q_pe.stride()[:2], c.kv_cache.stride()[:2], c.block_table.stride(0), out_strides)
-    if plan.schedule.form == "hopper" and not hopper_decode.serves(plan, strides, num_pages):
+    if plan.schedule.form.startswith("hopper") and not hopper_decode.serves(plan, strides, num_pages):
         plan = plan.portable()
     return Call(PreparedAttention(plan, strides, capacity, given.return_lse), c.scale * LOG2E, device, (num_tokens, num_heads, R), plan.workspace_bytes,
                 R * dtype.itemsize, 4 * plan.partials_size, (given.plan, given.order))

@@ -1,4 +1,5 @@
-"""The launches of the Hopper form of decode and extend: a list of work, made on the device, one persistent kernel, and the combine."""
+"""The launches of the Hopper forms of decode and extend. For many rows: a list of work, made on the device, one persistent kernel, and the
+combine. For few work items: one kernel in the place of one_pass_kernel."""
 
 from __future__ import annotations
 
@@ -18,18 +19,19 @@ AXIS = 1 << 30
 MAX_MAPS = 1024
 _WORK = pick("cu_seqlens_q", "seq_lens", "out", "lse", "partials")
 _ATTEND = pick("q_nope", "q_pe", "kv_cache", "block_table", "out", "lse", "partials", "scale_log2")
+_FEW = pick("kv_cache", "q_nope", "q_pe", "block_table", "cu_seqlens_q", "seq_lens", "out", "lse", "partials", "scale_log2")
 _COMBINE = pick("out", "lse", "partials")
 
 
 def machine_refusal(arch: str) -> str | None:
-    """Why no call takes this form on an architecture, or None."""
+    """Why no call takes these forms on an architecture, or None."""
     if arch != "sm_90":
         return f"it is for sm_90, not {arch}"
     return None if available() else f"it is written for the Gluon of triton 3.6, not {triton.__version__}, and has no interpreter"
 
 
 def refusal(plan: AttentionPlan, strides: Strides, num_pages: int) -> str | None:
-    """Why this form does not serve the calls of a plan with these strides, or None. Addresses, which it wants aligned to 16, are seen at a call."""
+    """Why these forms do not serve the calls of a plan with these strides, or None. Addresses, which it wants aligned to 16, are seen at a call."""
     if reason := machine_refusal(plan.arch) or hopper_refusal(
             num_heads=plan.num_heads, kv_lora_rank=plan.kv_lora_rank, qk_rope_head_dim=plan.qk_rope_head_dim, dtype=plan.dtype, page_size=plan.page_size,
             order=plan.order):
@@ -63,33 +65,42 @@ def segment(page_size: int) -> int:
     return math.gcd(page_size, 64)
 
 
-def descriptions(plan: AttentionPlan, strides: Strides) -> tuple[Callable[[Any], Any], ...]:
-    """From q_nope, q_pe and kv_cache, or their addresses, to TMA descriptors.
+def cache_rows(plan: AttentionPlan, strides: Strides) -> Callable[[Any], Any]:
+    """From the cache, or its address, to a TMA descriptor whose boxes are a segment's rows and 64 columns.
 
-    Boxes of queries are the rows of a tile and 64 columns; heads and tokens outside come as zeros. Boxes of the cache are a segment's rows and
-    64 columns, and a row past the last visible token comes as zeros, whatever lies there: the coordinates [AXIS, row + n, AXIS - n, column]
-    wrap around to the address of (row, column), since the strides of the first three add up to 2^64 bytes at AXIS, and from its n-th row on
-    the box lies outside the third axis.
+    A row past the last visible token comes as zeros, whatever lies there: the coordinates [AXIS, row + n, AXIS - n, column] wrap around to the
+    address of (row, column), since the strides of the first three add up to 2^64 bytes at AXIS, and from its n-th row on the box lies outside
+    the third axis.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .kernels.hopper.copies import SHARED4
+
+    slot = strides.kv_cache[1]
+    shape = [0x7FFF0000, 0x7FFF0000, AXIS, plan.kv_lora_rank + plan.qk_rope_head_dim]
+    return lambda base: TensorDescriptor(base, shape, [2**34 - slot, slot, slot, 1], [1, 1, segment(plan.page_size), 64], SHARED4.value)
+
+
+def descriptions(plan: AttentionPlan, strides: Strides) -> tuple[Callable[[Any], Any], ...]:
+    """From q_nope, q_pe and kv_cache, or their addresses, to TMA descriptors.
+
+    Boxes of queries are the rows of a tile and 64 columns; heads and tokens outside come as zeros.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     from .kernels.hopper.decode_copies import SHARED3
 
     heads, tokens, _ = hopper_tile(plan.num_heads)
-    width = plan.kv_lora_rank + plan.qk_rope_head_dim
-    slot = strides.kv_cache[1]
-    cache = ([0x7FFF0000, 0x7FFF0000, AXIS, width], [2**34 - slot, slot, slot, 1], [1, 1, segment(plan.page_size), 64], SHARED4.value)
 
     def query(columns: int, rows: tuple[int, ...]) -> Callable[[Any], Any]:
         shape = [plan.num_tokens, plan.num_heads, columns]
         return lambda base: TensorDescriptor(base, shape, [*rows, 1], [tokens, heads, 64], SHARED3.value)
 
-    return query(plan.kv_lora_rank, strides.q_nope), query(plan.qk_rope_head_dim, strides.q_pe), lambda base: TensorDescriptor(base, *cache)
+    return query(plan.kv_lora_rank, strides.q_nope), query(plan.qk_rope_head_dim, strides.q_pe), cache_rows(plan, strides)
 
 
 def steps(plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) -> list[Step]:
-    """All launches of a call that this form serves."""
+    """All launches of a call that the form for many rows serves."""
     from .kernels.hopper.decode import hopper_decode_kernel
     from .kernels.hopper.decode_work import hopper_decode_work_kernel
     from .kernels.partials import combine_kernel
@@ -117,6 +128,19 @@ def steps(plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) 
         combine_kernel, (plan.wave_rows, 1), _COMBINE, (*strides.out, plan.num_heads, plan.num_splits, plan.wave_rows),
         {"R": R, "WIDTH": R, "AHEAD": COMBINE_AHEAD, **flags, "EMULATE_BF16": False}, {"num_warps": 4, **dependent})
     return [step for step in ((work, attend, combine) if plan.num_splits > 1 else (work, attend)) if 0 not in step.grid]
+
+
+def few_step(plan: AttentionPlan, strides: Strides, row_tiles: int, sizes: tuple[int, ...], wave: tuple[int, ...], with_lse: bool) -> Step:
+    """For a wave of row tiles; ``sizes`` and ``wave`` as one_pass_kernel has them."""
+    from .kernels.hopper.few import WARPS, hopper_few_kernel
+
+    page, slot = strides.kv_cache
+    return Step(
+        hopper_few_kernel, (row_tiles, plan.num_splits), _FEW,
+        (*strides.q_nope, *strides.q_pe, page // slot, strides.block_table, *strides.out, *sizes, plan.order.kv_split, *wave),
+        {"ROWS": plan.schedule.block_rows, "PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), "DECODE": plan.decode, "WITH_LSE": with_lse,
+         "PDL": plan.schedule.pdl},
+        {"num_warps": WARPS.value}, (cache_rows(plan, strides),))
 
 
 class Encoded:

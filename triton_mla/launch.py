@@ -140,7 +140,11 @@ def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int, with_l
     for first_row_tile in range(0, plan.num_row_tiles, plan.wave_row_tiles):
         row_tiles = min(plan.wave_row_tiles, plan.num_row_tiles - first_row_tile)
         wave = (first_row_tile, plan.num_splits, plan.wave_rows)
-        if schedule.form == "one_pass":
+        if schedule.form == "hopper_few":
+            from . import hopper_decode
+
+            steps.append(hopper_decode.few_step(plan, strides, row_tiles, sizes, wave, with_lse))
+        elif schedule.form == "one_pass":
             steps.append(Step(
                 one_pass_kernel, (row_tiles, plan.num_splits), _ONE_PASS,
                 (*strides.q_nope, *strides.q_pe, *strides.kv_cache, strides.block_table, *strides.out, *sizes, order.kv_split, *wave),
@@ -171,7 +175,7 @@ class PreparedAttention:
     def __init__(self, plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) -> None:
         self.plan = plan
         self._steps = attention_steps(plan, strides, capacity, with_lse)
-        self._unaligned = PreparedAttention(plan.portable(), strides, capacity, with_lse) if plan.schedule.form == "hopper" else self
+        self._unaligned = PreparedAttention(plan.portable(), strides, capacity, with_lse) if plan.schedule.form.startswith("hopper") else self
         self._key = (with_lse, plan.dtype, plan.schedule, plan.order, plan.kv_lora_rank, plan.qk_rope_head_dim, plan.decode, plan.page_size,
                      strides.q_nope, strides.q_pe, strides.kv_cache, strides.out)
         self._ready: list[tuple[Any, ...]] = []

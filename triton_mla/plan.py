@@ -128,8 +128,8 @@ class AttentionPlan:
         return max(own, self.portable().workspace_bytes) if self.schedule.form == "hopper" else own
 
     def portable(self) -> AttentionPlan:
-        """The plan without the Hopper form: for calls that it does not serve. No bit changes."""
-        if self.schedule.form != "hopper":
+        """The plan without a Hopper form: for calls that it does not serve. No bit changes."""
+        if not self.schedule.form.startswith("hopper"):
             return self
         schedule = replace(self.schedule, form="one_pass")
         row_tiles = _row_tiles(self.num_tokens, self.batch_size, self.num_heads, schedule.block_rows, self.decode)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from triton import knobs
 
-Form = Literal["one_pass", "two_phase", "hopper"]
+Form = Literal["one_pass", "two_phase", "hopper", "hopper_few"]
 
 
 def _positive_int(name: str, value: object, what: str) -> None:
@@ -140,8 +140,9 @@ class Schedule:
     """Who computes what, when. No field can change a bit; a GPU test proves it for every schedule of the tables.
 
     Attributes:
-        form: "one_pass" reads each latent row once; "two_phase" computes all scores first, then P.V by slices of value columns; "hopper" is one
-            pass by warp-specialised kernels, or where `hopper_decode.refusal` names a reason, "one_pass" with the other fields.
+        form: "one_pass" reads each latent row once; "two_phase" computes all scores first, then P.V by slices of value columns; "hopper" and
+            "hopper_few" are one pass by Gluon kernels, for many rows and for few work items, or where `hopper_decode.refusal` names a reason,
+            "one_pass" with the other fields.
         block_rows: (token, head) rows of a tile: 16 and 32 use mma.sync, 64 warpgroup MMA where the machine has it.
         num_warps, num_stages: of the attention kernel (one pass) or of the values kernel (two phases).
         block_v: value columns of a slice (two phases).
@@ -160,8 +161,8 @@ class Schedule:
     pdl: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in ("one_pass", "two_phase", "hopper"):
-            raise ValueError(f"form={self.form!r} must be 'one_pass', 'two_phase' or 'hopper'")
+        if self.form not in get_args(Form):
+            raise ValueError(f"form={self.form!r} must be one of {get_args(Form)}")
         for name, allowed in (("block_rows", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("score_warps", (1, 2, 4, 8)),
                               ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512))):
             if getattr(self, name) not in allowed:
@@ -169,6 +170,8 @@ class Schedule:
         _positive_int("num_stages", self.num_stages, "a positive int")
         if self.form == "hopper" and self.block_rows != 64:
             raise ValueError(f"block_rows={self.block_rows!r} must be 64 with form='hopper'")
+        if self.form == "hopper_few" and self.block_rows not in (16, 32):
+            raise ValueError(f"block_rows={self.block_rows!r} must be 16 or 32 with form='hopper_few'")
 
 
 @dataclass(frozen=True)

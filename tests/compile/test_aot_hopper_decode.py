@@ -1,4 +1,5 @@
-"""The Hopper decode, compiled for sm_90 without one: it fits, uses the tensor cores and TMA, and spills nothing that a tensor core waits for."""
+"""The Hopper decode, compiled for sm_90 without one: it fits, uses the tensor cores and TMA, and spills nothing that a tensor core waits for.
+The form for few work items too."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from uniform_registers import read_before_written
 
 from triton_mla import hopper_decode
 from triton_mla.kernels.hopper import available
-from triton_mla.launch import INTERPRETED, Arguments, Strides
+from triton_mla.launch import INTERPRETED, Arguments, Strides, attention_steps
 from triton_mla.plan import AttentionPlan, plan_attention
-from triton_mla.tuning import ARCHITECTURES, DEFAULT_ORDER, ReductionOrder
+from triton_mla.tuning import ARCHITECTURES, DEFAULT_ORDER, ReductionOrder, Schedule
 
 pytestmark = [
     pytest.mark.compile,
@@ -29,6 +30,7 @@ HOPPER = ARCHITECTURES["sm_90"].hopper
 # Spilled registers of a warpgroup in the loop over pairs of KV tiles, stores and loads: (without lse, with it). Scalars and addresses, for the
 # most part used when a split is stored.
 SPILLS = (32, 48)
+FEW = {rows: Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)}
 
 
 def plan_of(num_heads: int = 128, page_size: int = 64, dtype: torch.dtype = torch.bfloat16, decode: bool = True, **options: Any) -> AttentionPlan:
@@ -43,7 +45,7 @@ def strides_of(plan: AttentionPlan) -> Strides:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that compiles what a plan launches: list of work, attention, combine."""
+    """A function that compiles what a plan launches: list of work where there is one, attention, combine."""
 
     def compile_steps(plan: AttentionPlan, with_lse: bool) -> list[Any]:
         kernels = []
@@ -52,7 +54,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
         ints, floats = torch.zeros(64, dtype=torch.int32), torch.zeros(64)
         out, cache = torch.zeros(T, H, 512, dtype=plan.dtype), torch.zeros(2, plan.page_size, 576, dtype=plan.dtype)
         args = Arguments(q[..., :512], q[..., 512:], cache, ints, ints, ints, out, floats, floats, floats, 0.1)
-        for step in hopper_decode.steps(plan, strides_of(plan), plan.max_seq_len, with_lse):
+        for step in attention_steps(plan, strides_of(plan), plan.max_seq_len, with_lse):
             assert list(step.constants) == step.kernel.arg_names[-len(step.constants) :]  # as a launch from addresses gives them
             options = {k: v for k, v in step.options.items() if k != "launch_pdl"}
             kernels.append(step.kernel.warmup(*step.arguments(args), grid=(1,), **step.constants, **options, enable_fp_fusion=False))
@@ -88,8 +90,28 @@ def _spills_between_products(body: str) -> list[str]:
     return [b for a, b, c in zip(lines, lines[1:], lines[2:], strict=False) if "HGMMA" in a and "HGMMA" in c and re.search(r"\bSTL\b", b)]
 
 
-def test_sizes_that_it_serves() -> None:
-    plan = plan_of()
+@pytest.mark.parametrize("rows, num_heads, page_size, dtype, decode, with_lse, spills", [
+    (16, 128, 64, torch.bfloat16, True, False, 0), (32, 128, 64, torch.bfloat16, True, False, 0), (16, 128, 64, torch.bfloat16, True, True, 7),
+    (32, 64, 128, torch.float16, True, True, 16), (16, 16, 16, torch.float16, False, False, 3), (32, 100, 48, torch.bfloat16, False, True, 20),
+])
+def test_few_items(compiled: Any, rows: int, num_heads: int, page_size: int, dtype: torch.dtype, decode: bool, with_lse: bool, spills: int) -> None:
+    """``spills``: stores and loads of spilled registers in the loop over KV tiles, at most."""
+    kernel, combine = compiled(plan_of(num_heads, page_size, dtype, decode, schedule=FEW[rows]), with_lse)
+    ptx = kernel.asm["ptx"]
+    assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
+    assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async.bulk.tensor" in ptx
+    assert not re.search(r"\b(?:atom|red)\.", ptx + combine.asm["ptx"])
+    assert not read_before_written(aot.machine_code(kernel))
+    loop = min((body for body in aot.loops(kernel) if "HMMA" in body), key=len)
+    # of each 16 rows and 64 tokens: 36 products for the scores, 32 with the values, 4 for the row sums; with lse those of rests
+    assert loop.count("HMMA") == (72 + 4 * with_lse if rows == 16 else 140 + 4 * with_lse)
+    assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= spills
+    assert loop.count("BAR.SYNC") <= 4
+
+
+@pytest.mark.parametrize("schedule", [HOPPER, *FEW.values()], ids=lambda schedule: f"{schedule.form}-{schedule.block_rows}")
+def test_sizes_that_it_serves(schedule: Schedule) -> None:
+    plan = plan_of(schedule=schedule)
     strides = strides_of(plan)
 
     def serves(strides: Strides = strides, pages: int = 100, **changes: Any) -> bool:
@@ -117,6 +139,18 @@ def test_what_the_table_takes(page_size: int, form: str) -> None:
     assert (plan.schedule.form, plan.schedule.block_rows) == (form, 64)
     assert plan.portable().schedule == ARCHITECTURES["sm_90"].rows64
     assert plan.workspace_bytes >= plan.portable().workspace_bytes
+
+
+@pytest.mark.parametrize("rows", FEW)
+def test_few_items_are_planned_as_one_pass(rows: int) -> None:
+    """What another form serves in its place has the same grid and the same scratch memory."""
+    plan = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=131072, schedule=FEW[rows])
+    portable = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=131072, schedule=replace(FEW[rows], form="one_pass"))
+    assert plan.portable() == portable == replace(plan, schedule=portable.schedule)
+    assert plan.workspace_bytes == portable.workspace_bytes
+    steps, others = (attention_steps(p, strides_of(p), p.max_seq_len, True) for p in (plan, portable))
+    assert [step.grid for step in steps] == [step.grid for step in others]
+    assert [step.kernel for step in steps[1::2]] == [step.kernel for step in others[1::2]]
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 1024, 1025, 8192, 131072])

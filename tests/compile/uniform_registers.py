@@ -29,6 +29,11 @@ class Instruction(NamedTuple):
         return found[1] if found else None
 
     @property
+    def copies(self) -> bool:
+        """Whether it only copies one register to another: of the halves of an address, ptxas may copy one before it is made, and make it then."""
+        return self.guard is None and self.opcode == "UMOV"
+
+    @property
     def ends(self) -> bool:
         """Whether the next instruction is never reached from here."""
         return self.guard is None and (self.opcode.startswith(("EXIT", "RET")) or (self.opcode.startswith("BRA") and len(self.operands) == 1))
@@ -55,7 +60,7 @@ class Instruction(NamedTuple):
 
 
 def read_before_written(disassembly: str) -> list[str]:
-    """Such instructions of one kernel. ``disassembly``: the output of ``nvdisasm -c``."""
+    """Such instructions of one kernel, but for copies: a copy is as little written as what it copies. ``disassembly``: the output of ``nvdisasm -c``."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in disassembly.splitlines():
@@ -75,7 +80,8 @@ def read_before_written(disassembly: str) -> list[str]:
                     break
                 written &= written_at[at]
             written_at[at] = written
-            written |= code[at].registers()[1]
+            read, made = code[at].registers()
+            written = written - made if code[at].copies and not read <= written else written | made
             if jump := code[at].jump:
                 todo.append((labels[jump], written))
             if code[at].ends:
@@ -83,7 +89,8 @@ def read_before_written(disassembly: str) -> list[str]:
             at += 1
     faults = []
     for at, written in sorted(written_at.items()):
-        if missing := code[at].registers()[0] - written:
+        missing = code[at].registers()[0] - written
+        if missing and not code[at].copies:
             names = ", ".join(f"UR{n}" for n in sorted(missing))
             faults.append(f"/*{code[at].address}*/ {code[at].opcode} {', '.join(code[at].operands)} reads {names}")
     return faults

@@ -88,7 +88,9 @@ def architecture() -> Findings:
     none = "no kernel runs without the interpreter" if arch == "cpu" else "no tables for it, so no kernel runs"
     yield "this device", arch if arch in ARCHITECTURES else f"{arch}: {none}"
     yield "with tables", ", ".join(ARCHITECTURES)
-    yield "Hopper form of decode", hopper_decode.machine_refusal(arch) or "used where there are many rows"
+    refusal = hopper_decode.machine_refusal(arch)
+    yield "Hopper form of decode", refusal or "used where there are many rows"
+    yield "Hopper form for few items", refusal or "in no table: only a call's own schedule takes it"
 
 
 def launch() -> Findings:
