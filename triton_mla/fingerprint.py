@@ -21,8 +21,8 @@ fingerprint, so a change of bits without a new revision is a failed check."""
 
 ATTENTION = (
     "kernels/*.py", "kernels/hopper/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py",
-    "hopper_prefill.py", "absorb.py", "kernels/companion/matmul.py", "companion/products.py", "companion/multiply.py", "companion/tiles.py", "paths.py",
-    "step.py", "module.py")
+    "hopper_prefill.py", "hopper_decode.py", "absorb.py", "kernels/companion/matmul.py", "companion/products.py", "companion/multiply.py",
+    "companion/tiles.py", "paths.py", "step.py", "module.py")
 """Files of the package that decide what attention computes, as glob patterns: those that `triton-mla verify` proves."""
 MODEL = (*ATTENTION, "kernels/companion/*.py", "companion/*.py", "mode.py", "integrations/transformers.py")
 """Those that decide what a whole model computes: what `python -m determinism.run` proves."""

@@ -3,8 +3,8 @@
 A row tile is 64 / HEADS query tokens of a request and a block of up to 64 heads. Its splits are either one item, folded by the program that
 makes them, or an item each, merged from partials by the combine kernel. The bits are the same. A fold needs no memory traffic but spreads a
 request over no more than one program, so it is for requests no longer than 9/8 of the tokens that a program has on average. Of longer ones
-there are fewer than 8/9 as many row tiles as programs: so many have room for partials, or as many as `plan.MAX_WORKSPACE_BYTES` holds where
-requests may be longer than 70,000 tokens. The rest is folded.
+there are fewer than 8/9 as many row tiles as programs: so many have room for partials, or as many as twice `plan.MAX_WORKSPACE_BYTES` holds
+where requests may be longer than 140,000 tokens. The rest is folded.
 """
 
 import triton
