@@ -268,8 +268,8 @@ class TestVerify:
         """With one check and one control of the suite; no kernel could run without."""
         few = "from triton_mla.verification import suite\nsuite.CHECKS[1:], suite.CONTROLS[1:] = [], []\n"
         monkeypatch.setattr(verify, "_WITH_INTERPRETER", verify._WITH_INTERPRETER.replace("sys.exit", few + "sys.exit"))
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # to be there again: the knob writes the variable, and is put back before it
         monkeypatch.setattr(knobs.runtime, "interpret", False)
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         file = tmp_path / "evidence.json"
         assert cli.main(["verify", "--quick", "--jobs", "1", "--record", str(file)]) == 0
         data = json.loads(file.read_text(encoding="utf-8"))
