@@ -1,4 +1,4 @@
-"""The Hopper form of decode and extend has the bits of the portable one, whichever splits are folded and which are merged from partials."""
+"""The Hopper forms of decode and extend have the bits of the portable one, whatever a tile holds, and whichever splits are folded and which merged."""
 
 from dataclasses import replace
 
@@ -9,13 +9,16 @@ from test_tiles import far_below, plain, rising, spiky
 from triton_mla import hopper_decode, mla_decode
 from triton_mla.kernels.hopper import available
 from triton_mla.testing import Request, assert_bitwise_equal
-from triton_mla.tuning import ARCHITECTURES, arch_of
+from triton_mla.tuning import ARCHITECTURES, Schedule, arch_of
 
 pytestmark = pytest.mark.gpu
-HOPPER, PORTABLE = ARCHITECTURES["sm_90"].hopper, ARCHITECTURES["sm_90"].rows64
-LENS = [1, 0, 63, 64, 65, 127, 128, 129, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4100, 33, 700, 3000]
+MANY = ARCHITECTURES["sm_90"].hopper
+FEW = [Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)]
+# Tiles of a split from none to all of a ring of three and more; empty rows; splits that end within a tile.
+LENS = [1, 0, 63, 64, 65, 127, 128, 129, 192, 193, 257, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4100, 33, 700, 3000]
 EXTEND = [(2, 2), (64, 2), (65, 4), (130, 7), (1024, 64), (1025, 70), (1030, 4), (2049, 70), (70, 70), (4100, 7), (63, 63), (700, 1), (0, 3), (20, 33)]
-MANY = 8  # times as many requests, so that most are folded
+# A form, and how many times the requests: with eight most of them are folded, which the forms for few items do not do.
+FORMS = [(MANY, 1), (MANY, 8), *[(few, 1) for few in FEW]]
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
@@ -25,12 +28,26 @@ def mla16(request, mla):
     return mla.with_dtype(request.param)
 
 
+@pytest.fixture(params=[MANY, *FEW], ids=lambda form: f"{form.block_rows} rows")
+def form(request):
+    return request.param
+
+
+@pytest.fixture(params=FORMS, ids=lambda pair: f"{pair[0].block_rows} rows x {pair[1]}")
+def form_and_times(request):
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch):
-    """One entry for each kind of call that the Hopper form was prepared for."""
+    """One entry for each kind of call that a Hopper form was prepared for."""
     made = []
-    steps = hopper_decode.steps
-    monkeypatch.setattr(hopper_decode, "steps", lambda *args: (made.append(1), steps(*args))[1])
+
+    def count(make):
+        return lambda *args: (made.append(1), make(*args))[1]
+
+    for name in ("steps", "few_step"):
+        monkeypatch.setattr(hopper_decode, name, count(getattr(hopper_decode, name)))
     monkeypatch.setattr("triton_mla.calls._calls", {})
     return made
 
@@ -43,12 +60,12 @@ def extends(times=1):
     return [Request(n, q_len, key=i % len(EXTEND)) for i, (n, q_len) in enumerate(EXTEND * times)]
 
 
-def both(mla, prepared, op, batch, what=""):
-    """The rows of the Hopper form, which are those of the portable one; twice, since a second call takes a shorter way."""
+def both(mla, prepared, form, op, batch, what=""):
+    """The rows of the form, which are those of the portable one; twice, since a second call takes a shorter way."""
     run = getattr(mla, op)
-    expected = run(batch, plan=mla.plan(op, batch, PORTABLE))
+    expected = run(batch, plan=mla.plan(op, batch, replace(form, form="one_pass", num_stages=2)))
     count = len(prepared)
-    plan = mla.plan(op, batch, HOPPER)
+    plan = mla.plan(op, batch, form)
     for _ in range(2):
         rows = run(batch, plan=plan)
         rows.assert_same(expected, what)
@@ -56,72 +73,82 @@ def both(mla, prepared, op, batch, what=""):
     return rows
 
 
-@pytest.mark.parametrize("num_heads", [8, 12, 16, 64, 100, 128])
-@pytest.mark.parametrize("times", [1, MANY])
-def test_heads(mla16, prepared, num_heads, times):
-    both(mla16, prepared, "decode", mla16.batch(requests(times), num_heads=num_heads))
-    both(mla16, prepared, "extend", mla16.batch(extends(times), num_heads=num_heads))
+@pytest.mark.parametrize("num_heads", [8, 12, 16, 40, 64, 100, 128])
+def test_heads(mla16, prepared, form_and_times, num_heads):
+    form, times = form_and_times
+    both(mla16, prepared, form, "decode", mla16.batch(requests(times), num_heads=num_heads))
+    both(mla16, prepared, form, "extend", mla16.batch(extends(times), num_heads=num_heads))
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("num_heads", [16, 128])
-def test_pages(mla16, prepared, page_size, num_heads):
+def test_pages(mla16, prepared, form, page_size, num_heads):
     mla16 = replace(mla16, page_size=page_size)
-    both(mla16, prepared, "decode", mla16.batch(requests(), num_heads=num_heads))
-    both(mla16, prepared, "extend", mla16.batch(extends(), num_heads=num_heads))
+    both(mla16, prepared, form, "decode", mla16.batch(requests(), num_heads=num_heads))
+    both(mla16, prepared, form, "extend", mla16.batch(extends(), num_heads=num_heads))
 
 
-@pytest.mark.parametrize("kv_split", [64, 192, 512, 1024, 2048])
-@pytest.mark.parametrize("times", [1, MANY])
-def test_splits(mla16, prepared, kv_split, times):
+@pytest.mark.parametrize("kv_split", [64, 128, 192, 512, 1024, 2048])
+def test_splits(mla16, prepared, form_and_times, kv_split):
+    form, times = form_and_times
     mla16 = mla16.with_order(kv_split=kv_split)
-    both(mla16, prepared, "decode", mla16.batch(requests(times), num_heads=128))
-    both(mla16, prepared, "extend", mla16.batch(extends(), num_heads=16))
+    both(mla16, prepared, form, "decode", mla16.batch(requests(times), num_heads=128))
+    both(mla16, prepared, form, "extend", mla16.batch(extends(), num_heads=16))
 
 
 @pytest.mark.parametrize("change", [plain, rising, spiky, far_below], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("times", [1, MANY])
-def test_maxima_that_move(mla16, prepared, change, times):
+def test_maxima_that_move(mla16, prepared, form_and_times, change):
+    form, times = form_and_times
     for num_heads in (16, 128):
-        both(mla16, prepared, "decode", change(mla16.batch(requests(times), num_heads=num_heads)), f"{num_heads} heads:")
-        both(mla16, prepared, "extend", change(mla16.batch(extends(), num_heads=num_heads)), f"{num_heads} heads:")
+        both(mla16, prepared, form, "decode", change(mla16.batch(requests(times), num_heads=num_heads)), f"{num_heads} heads:")
+        both(mla16, prepared, form, "extend", change(mla16.batch(extends(), num_heads=num_heads)), f"{num_heads} heads:")
 
 
-def test_rows_of_an_extend_are_decode_rows(mla16, prepared):
+def test_rows_of_an_extend_are_decode_rows(mla16, prepared, form):
     batch = mla16.batch([Request(2049, 70, key=7)], num_heads=128)
-    rows = both(mla16, prepared, "extend", batch)
+    rows = both(mla16, prepared, form, "extend", batch)
     lens = torch.arange(1980, 2050, dtype=torch.int32, device=mla16.device)
     alone = replace(batch, block_table=batch.block_table.expand(70, -1).contiguous(), seq_lens=lens)
-    mla16.decode(alone, plan=mla16.plan("decode", alone, HOPPER)).assert_same(rows)
+    mla16.decode(alone, plan=mla16.plan("decode", alone, form)).assert_same(rows)
 
 
-def test_a_shuffled_batch_and_a_row_alone(mla16):
+def test_a_shuffled_batch_and_a_row_alone(mla16, form):
     batch = mla16.batch(requests(2), num_heads=128)
 
-    def hopper(batch):
-        return mla16.decode(batch, plan=mla16.plan("decode", batch, HOPPER))
+    def decode(batch):
+        return mla16.decode(batch, plan=mla16.plan("decode", batch, form))
 
-    rows = hopper(batch)
+    rows = decode(batch)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
-    hopper(mla16.pick(batch, order)).assert_same(rows[order])
+    decode(mla16.pick(batch, order)).assert_same(rows[order])
     for i in (0, 11, 15):
-        hopper(mla16.pick(batch, [i])).assert_same(rows[i : i + 1])
+        decode(mla16.pick(batch, [i])).assert_same(rows[i : i + 1])
 
 
-def test_padding_and_bad_starts(mla16, prepared):
+@pytest.mark.parametrize("form", FEW, ids=lambda form: f"{form.block_rows} rows")
+def test_waves(mla16, form, monkeypatch):
+    batch = mla16.batch(requests(), num_heads=128)
+    expected = mla16.decode(batch, plan=mla16.plan("decode", batch, form))
+    monkeypatch.setattr("triton_mla.plan.MAX_WORKSPACE_BYTES", 1 << 22)
+    plan = mla16.plan("decode", batch, form)
+    assert plan.wave_row_tiles < plan.num_row_tiles
+    mla16.decode(batch, plan=plan).assert_same(expected)
+
+
+def test_padding_and_bad_starts(mla16, prepared, form):
     batch = mla16.batch(extends(), num_heads=16)
     padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q[:70], float("nan"))]))
-    both(mla16, prepared, "extend", padded)[len(batch.q) :].assert_empty()
+    both(mla16, prepared, form, "extend", padded)[len(batch.q) :].assert_empty()
     two = mla16.batch([Request(300, 40, key=1), Request(90, 30, key=2)], num_heads=16)
     for starts in ([-4, 40, 70], [0, 40, 200], [5, 3, 70]):  # nothing is read or written outside, and the next call is right
         bad = replace(two, cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=mla16.device))
-        mla16.extend(bad, plan=mla16.plan("extend", bad, HOPPER))
-    both(mla16, prepared, "extend", two)
+        mla16.extend(bad, plan=mla16.plan("extend", bad, form))
+    both(mla16, prepared, form, "extend", two)
 
 
-def test_a_length_past_the_limit_is_loud(mla16):
+def test_a_length_past_the_limit_is_loud(mla16, form):
     batch = mla16.batch(requests(), num_heads=128)
-    plan = mla16.plan("decode", batch, HOPPER)
+    plan = mla16.plan("decode", batch, form)
     expected = mla16.decode(batch, plan=plan)
     lens = batch.seq_lens.clone()
     lens[3] = batch.block_table.shape[1] * batch.page_size + 1
@@ -131,9 +158,9 @@ def test_a_length_past_the_limit_is_loud(mla16):
     rows[4:].assert_same(expected[4:])
 
 
-def test_without_lse_and_what_tma_cannot_read(mla16):
+def test_without_lse_and_what_tma_cannot_read(mla16, form):
     batch = mla16.batch(requests(), num_heads=128)
-    plan = mla16.plan("decode", batch, HOPPER)
+    plan = mla16.plan("decode", batch, form)
     expected = mla16.decode(batch, plan=plan)
     options = {"softmax_scale": batch.softmax_scale, "plan": plan}
     for _ in range(2):
@@ -144,19 +171,19 @@ def test_without_lse_and_what_tma_cannot_read(mla16):
         mla16.decode(batch, q=(nope, rope), plan=plan).assert_same(expected)
 
 
-def test_repeats(mla16):
+def test_repeats(mla16, form):
     batch = mla16.batch(requests(3), num_heads=128)
-    plan = mla16.plan("decode", batch, HOPPER)
+    plan = mla16.plan("decode", batch, form)
     rows = mla16.decode(batch, plan=plan)
     for _ in range(50):
         mla16.decode(batch, plan=plan).assert_same(rows)
 
 
-def test_in_a_graph(mla16):
-    """The list of work is made on the device: a captured call serves every batch of its shape."""
+def test_in_a_graph(mla16, form):
+    """What is planned by lengths is planned on the device: a captured call serves every batch of its shape."""
     batch = mla16.batch(requests(2), num_heads=128)
     static = replace(batch, q=batch.q.clone(), block_table=batch.block_table.clone(), seq_lens=batch.seq_lens.clone())
-    plan = mla16.plan("decode", batch, HOPPER)
+    plan = mla16.plan("decode", batch, form)
     expected = mla16.decode(batch, plan=plan)
     mla16.decode(static, plan=plan)
     torch.cuda.synchronize()
@@ -175,8 +202,8 @@ def test_in_a_graph(mla16):
         rows[served:].assert_empty()
 
 
-def test_control_another_order_differs(mla16):
+def test_control_another_order_differs(mla16, form):
     batch = mla16.batch(requests(), num_heads=128)
-    rows = mla16.decode(batch, plan=mla16.plan("decode", batch, HOPPER))
+    rows = mla16.decode(batch, plan=mla16.plan("decode", batch, form))
     other = mla16.recut()
-    other.decode(batch, plan=other.plan("decode", batch, HOPPER)).assert_differs(rows)
+    other.decode(batch, plan=other.plan("decode", batch, form)).assert_differs(rows)
