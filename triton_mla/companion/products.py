@@ -284,7 +284,7 @@ def _grouped(x: torch.Tensor, rows: torch.Tensor | None, weight: torch.Tensor, s
     rows = starts if rows is None else rows
     key = (x.dtype, top_k, *astuple(tile), *flags.values(), *map(kind, (*strides, N, K)), *(t.data_ptr() % 16 for t in (x, rows, weight, starts, out)))
     with on_device(x.device):
-        launch(grouped_kernel, key, (-(-N // tile.block_n), S // tile.block_m + E + 1 if S else 0),
+        launch(grouped_kernel, key, (-(-N // tile.block_n) * (S // tile.block_m + E + 1 if S else 0), 1),
                (x, rows, weight, starts, out, *strides, S, E, N, K),
                {"TOP_K": top_k, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, **flags},
                {"num_warps": tile.num_warps, "num_stages": tile.num_stages})

@@ -34,14 +34,15 @@ def grouped_kernel(
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):
-    """Grid (column tiles, row tiles): OUT[s] = X[s] . W[e]^T for row s of group e, k ascending in one fp32 accumulator; 0 for rows of no group.
+    """Grid (column tiles * row tiles, 1): OUT[s] = X[s] . W[e]^T for row s of group e, k ascending in one fp32 accumulator; 0 for rows of no group.
 
     With TOP_K > 0 row s reads X[ROWS[s] // TOP_K] instead, rows being sorted pairs of a token and one of its TOP_K slots.
     """
-    group, first, end = group_of_tile(tl.program_id(1), GROUP_STARTS, num_rows, num_groups, BLOCK_M)
+    col_tiles = tl.cdiv(N, BLOCK_N)
+    group, first, end = group_of_tile(tl.program_id(0) // col_tiles, GROUP_STARTS, num_rows, num_groups, BLOCK_M)
     if first < end:
         row = first + tl.arange(0, BLOCK_M)
-        col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        col = tl.program_id(0) % col_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = (row < end)[:, None]
         cols = (col < N)[None, :]
         source = row
