@@ -19,7 +19,7 @@ MAX_NUM_HEADS = 128
 # Programs of the scores kernel beyond which they walk several tiles each: most of a grid made for the longest possible context is empty.
 MAX_PROGRAMS_PER_SM = 16
 # Scratch memory of a call beyond which its row tiles are done in waves, one after another. The Hopper form has no waves and folds what finds no
-# room in twice as much: of 64 requests of 131072 tokens one was folded, and took as long as all others (5.1 ms against 2.2, H200).
+# room in twice as much: with the limit itself one of 64 requests of 131072 tokens was folded, and the others waited for it (5.1 ms, H200).
 MAX_WORKSPACE_BYTES = 1 << 30
 # What the Hopper form is written for: latent and rope columns, rows of a tile, and from how many heads on its tiles can be full.
 HOPPER_DIMS = (512, 64)
