@@ -1,5 +1,5 @@
 """The launches of the Hopper forms of decode and extend. For many rows: a list of work, made on the device, one persistent kernel, and the
-combine. For few work items: one kernel in the place of one_pass_kernel."""
+combine. For few work items: one kernel in the place of one_pass_kernel, or three, which are the two phases and what lies between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ MAX_MAPS = 1024
 _WORK = pick("cu_seqlens_q", "seq_lens", "out", "lse", "partials")
 _ATTEND = pick("q_nope", "q_pe", "kv_cache", "block_table", "out", "lse", "partials", "scale_log2")
 _FEW = pick("kv_cache", "q_nope", "q_pe", "block_table", "cu_seqlens_q", "seq_lens", "out", "lse", "partials", "scale_log2")
+_SCORES = pick("kv_cache", "q_nope", "q_pe", "block_table", "cu_seqlens_q", "seq_lens", "scores", "scale_log2")
+_WEIGHTS = pick("out", "cu_seqlens_q", "seq_lens", "scores", "scale_log2")
+_VALUES = pick("scores", "kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "scores", "out", "lse", "partials")
 _COMBINE = pick("out", "lse", "partials")
+RING_BYTES = 200 << 10
 
 
 def machine_refusal(arch: str) -> str | None:
@@ -141,6 +145,48 @@ def few_step(plan: AttentionPlan, strides: Strides, row_tiles: int, sizes: tuple
         {"ROWS": plan.schedule.block_rows, "PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), "DECODE": plan.decode, "WITH_LSE": with_lse,
          "PDL": plan.schedule.pdl},
         {"num_warps": WARPS.value}, (cache_rows(plan, strides),))
+
+
+def weight_tiles(plan: AttentionPlan) -> Callable[[Any], Any]:
+    """From the scratch memory behind the partials, or its address, to a TMA descriptor whose boxes are the weights of a row tile and a KV tile."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .kernels.hopper.copies import SHARED
+
+    shape = [2 * plan.wave_rows * plan.num_tiles, 64]
+    return lambda base: TensorDescriptor(Address(base.data_ptr(), plan.dtype), shape, [64, 1], [plan.schedule.block_rows, 64], SHARED.value)
+
+
+def two_phase_steps(
+    plan: AttentionPlan, strides: Strides, row_tiles: int, sizes: tuple[int, ...], wave: tuple[int, ...], with_lse: bool
+) -> list[Step]:
+    """For a wave of row tiles: all scores, all weights, and the values; ``sizes`` and ``wave`` as values_kernel has them."""
+    from .kernels.hopper.two_phase_scores import hopper_scores_kernel
+    from .kernels.hopper.two_phase_values import SLICES, hopper_values_kernel
+    from .kernels.hopper.two_phase_weights import hopper_weights_kernel
+
+    page, slot = strides.kv_cache
+    rows, split = plan.schedule.block_rows, plan.order.kv_split
+    blocks = (plan.wave_row_tiles * plan.num_tiles, plan.num_tiles)
+    paging = {"PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), "DECODE": plan.decode}
+    ends = {"WITH_LSE": with_lse, "PDL": plan.schedule.pdl}
+    dependent: dict[str, Any] = {"launch_pdl": True} if plan.schedule.pdl else {}
+    # A slot of the values' ring is as many tiles as make its products longer than the wait for it.
+    tiles = 4 if rows < 64 else 2
+    slots = min(5, RING_BYTES // (tiles * 64 * 2 * (64 + rows * (1 + with_lse))))
+    scores = Step(
+        hopper_scores_kernel, (row_tiles, plan.num_programs), _SCORES,
+        (*strides.q_nope, *strides.q_pe, page // slot, strides.block_table, *sizes, wave[0], *blocks),
+        {"ROWS": rows, **paging, "PDL": plan.schedule.pdl}, {"num_warps": 4}, (cache_rows(plan, strides),))
+    weights = Step(
+        hopper_weights_kernel, (row_tiles, plan.num_score_programs), _WEIGHTS, (*sizes, split, wave[0], *blocks),
+        {"ROWS": rows, "STEP": plan.order.reference_step, "DECODE": plan.decode, **ends}, {"num_warps": 4, **dependent})
+    values = Step(
+        hopper_values_kernel, (row_tiles * SLICES.value, plan.num_splits), _VALUES,
+        (page // slot, strides.block_table, *strides.out, *sizes, split, *wave, *blocks),
+        {"ROWS": rows, "TILES": tiles, "SLOTS": slots, "SPLIT_TILES": max(32, triton.next_power_of_2(split // 64)), **paging, **ends},
+        {"num_warps": 4, **dependent}, (weight_tiles(plan), cache_rows(plan, strides)))
+    return [scores, weights, values]
 
 
 class Encoded:

@@ -144,6 +144,10 @@ def attention_steps(plan: AttentionPlan, strides: Strides, capacity: int, with_l
             from . import hopper_decode
 
             steps.append(hopper_decode.few_step(plan, strides, row_tiles, sizes, wave, with_lse))
+        elif schedule.form == "hopper_two_phase":
+            from . import hopper_decode
+
+            steps += hopper_decode.two_phase_steps(plan, strides, row_tiles, sizes, wave, with_lse)
         elif schedule.form == "one_pass":
             steps.append(Step(
                 one_pass_kernel, (row_tiles, plan.num_splits), _ONE_PASS,

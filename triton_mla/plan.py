@@ -68,8 +68,9 @@ class AttentionPlan:
         num_splits: splits of the longest possible row; with one, every row is finished by its own program and no combine runs.
         num_row_tiles: row tiles of the call (in an extend an upper bound: the host does not know the query lengths).
         wave_row_tiles: row tiles that are done together, so that the scratch memory stays bounded.
-        num_score_programs: programs that share the KV tiles of a row tile (two phases).
+        num_score_programs: programs that share the KV tiles of a row tile (two phases; in the Hopper form's for the weights).
         num_programs: programs of the Hopper form, which has no waves: ``wave_row_tiles`` have room for partials there, further ones are folded.
+            In two phases on Hopper: programs that share the KV tiles of a row tile for the scores.
         workspace_bytes: scratch memory of a call, in bytes. Its contents need no initialisation.
     """
 
@@ -118,15 +119,15 @@ class AttentionPlan:
 
     @property
     def scores_size(self) -> int:
-        """fp32 elements behind the partials: the scores of the two-phase form, the list of work and the folds of the Hopper form."""
+        """fp32 elements behind the partials: the scores of the two-phase forms, the list of work and the folds of the Hopper form."""
         if self.schedule.form == "hopper":
             return self.work_size + self.num_programs * HOPPER_ROWS * (self.kv_lora_rank + 2 * 3)
-        return self.wave_rows * self.num_tiles * self.order.block_n if self.schedule.form == "two_phase" else 0
+        return self.wave_row_tiles * _scores_per_row_tile(self.schedule, self.num_tiles, self.order.block_n)
 
     @property
     def workspace_bytes(self) -> int:
         own = 4 * (self.partials_size + self.scores_size)
-        return max(own, self.portable().workspace_bytes) if self.schedule.form == "hopper" else own
+        return max(own, self.portable().workspace_bytes) if self.schedule.form.startswith("hopper") else own
 
     def portable(self) -> AttentionPlan:
         """The plan without a Hopper form: for calls that it does not serve. No bit changes."""
@@ -140,6 +141,14 @@ class AttentionPlan:
 
 def _partials_per_row(num_splits: int, kv_lora_rank: int) -> int:
     return num_splits * (kv_lora_rank + 3) + 2 if num_splits > 1 else 0
+
+
+def _scores_per_row_tile(schedule: Schedule, num_tiles: int, block_n: int) -> int:
+    """fp32 elements. On Hopper two 16-bit values in addition to each score, two references a row and KV tile, and a flag a KV tile."""
+    rows = schedule.block_rows
+    if schedule.form == "hopper_two_phase":
+        return num_tiles * (rows * (2 * block_n + 2) + 1)
+    return rows * num_tiles * block_n if schedule.form == "two_phase" else 0
 
 
 def _row_tiles(num_tokens: int, batch_size: int, num_heads: int, block_rows: int, decode: bool) -> int:
@@ -254,16 +263,18 @@ def plan_attention(
         schedule = choose_schedule(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, num_splits=num_splits, dtype=dtype,
                                    decode=decode, arch=arch, num_sms=num_sms, hopper=refusal is None)
     num_tiles = num_splits * (order.kv_split // order.block_n)
-    row_bytes = 4 * (_partials_per_row(num_splits, kv_lora_rank) + (num_tiles * order.block_n if schedule.form == "two_phase" else 0))
+    tile_bytes = 4 * (schedule.block_rows * _partials_per_row(num_splits, kv_lora_rank) + _scores_per_row_tile(schedule, num_tiles, order.block_n))
     programs = 0
     if schedule.form == "hopper":
         row_tiles = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode)
         # kernels/hopper/decode_work.py: only so many row tiles are not folded
-        wave = _wave(min(row_tiles, -(-8 * num_sms // 9)), row_bytes * schedule.block_rows, 2 * MAX_WORKSPACE_BYTES)
+        wave = _wave(min(row_tiles, -(-8 * num_sms // 9)), tile_bytes, 2 * MAX_WORKSPACE_BYTES)
         programs = max(1, min(num_sms, row_tiles * num_splits))
     else:
         row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
-        wave = _wave(row_tiles, row_bytes * schedule.block_rows, MAX_WORKSPACE_BYTES)
+        wave = _wave(row_tiles, tile_bytes, MAX_WORKSPACE_BYTES)
+        if schedule.form == "hopper_two_phase":  # one program fits a multiprocessor
+            programs = min(num_tiles, max(1, num_sms // wave))
     return AttentionPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim, dtype=dtype, page_size=page_size, decode=decode, arch=arch, order=order, schedule=schedule,

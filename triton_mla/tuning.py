@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from triton import knobs
 
-Form = Literal["one_pass", "two_phase", "hopper", "hopper_few"]
+Form = Literal["one_pass", "two_phase", "hopper", "hopper_few", "hopper_two_phase"]
 
 
 def _positive_int(name: str, value: object, what: str) -> None:
@@ -141,8 +141,8 @@ class Schedule:
 
     Attributes:
         form: "one_pass" reads each latent row once; "two_phase" computes all scores first, then P.V by slices of value columns; "hopper" and
-            "hopper_few" are one pass by Gluon kernels, for many rows and for few work items, or where `hopper_decode.refusal` names a reason,
-            "one_pass" with the other fields.
+            "hopper_few" are one pass by Gluon kernels, for many rows and for few work items, "hopper_two_phase" is two phases by Gluon kernels,
+            for few work items whose splits are long; or where `hopper_decode.refusal` names a reason, "one_pass" with the other fields.
         block_rows: (token, head) rows of a tile: 16 and 32 use mma.sync, 64 warpgroup MMA where the machine has it.
         num_warps, num_stages: of the attention kernel (one pass) or of the values kernel (two phases).
         block_v: value columns of a slice (two phases).
@@ -172,6 +172,8 @@ class Schedule:
             raise ValueError(f"block_rows={self.block_rows!r} must be 64 with form='hopper'")
         if self.form == "hopper_few" and self.block_rows not in (16, 32):
             raise ValueError(f"block_rows={self.block_rows!r} must be 16 or 32 with form='hopper_few'")
+        if self.form == "hopper_two_phase" and self.block_rows not in (16, 32, 64):
+            raise ValueError(f"block_rows={self.block_rows!r} must be 16, 32 or 64 with form='hopper_two_phase'")
 
 
 @dataclass(frozen=True)

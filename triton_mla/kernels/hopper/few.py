@@ -144,7 +144,7 @@ def consumer(query, rows, batch, split, scale, ring, buffers, ROWS: gl.constexpr
                 done = done + (mma_v2(p, k.index(slot * BLOCKS + v).load(RIGHT), rescale(acc[v], alpha)),)
             acc = done
         tile = locate_tile(batch, ROWS, DECODE, WARPS)  # again: the loop has no registers to keep it in
-        store_split(ref, gl.max(totals, 1), gl.max(rests, 1), acc, tile, split, rows, num_heads, ROWS, WITH_LSE)
+        store_split(ref, gl.max(totals, 1), gl.max(rests, 1), acc, tile, split, gl.program_id(0), 0, rows, num_heads, ROWS, WITH_LSE)
 
 
 @gluon.jit(

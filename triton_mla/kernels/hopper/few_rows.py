@@ -60,14 +60,17 @@ def tile_rows(tile, num_heads, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_split(ref, total, rest, acc, tile, split, rows, num_heads, ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
-    """ref, total, rest [ROWS], mass = total + rest; acc: eight times [ROWS, 64]. Rows that see one split are finished, others leave a partial."""
+def store_split(ref, total, rest, acc, tile, split, row_tile, column, rows, num_heads, ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
+    """ref, total, rest [ROWS], mass = total + rest; acc: some times [ROWS, 64], from value column ``column`` on. ``row_tile``: of the wave.
+
+    Rows that see one split are finished, others leave a partial. With column 0 goes what a row has once.
+    """
     OUT, LSE, PARTIALS, stride_out_token, stride_out_head, kv_split, num_splits, num_rows = rows
     ACC: gl.constexpr = acc[0].type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     too_long = tile[1]
     token, head, seen, valid = tile_rows(tile, num_heads, ROWS, ROW)
-    cols = gl.arange(0, 64, gl.SliceLayout(0, ACC))[None, :]
+    cols = column + gl.arange(0, 64, gl.SliceLayout(0, ACC))[None, :]
     row = token.to(gl.int64) * num_heads + head
     row_splits = (gl.maximum(seen, 0) + kv_split - 1) // kv_split
     if split == 0:
@@ -75,26 +78,27 @@ def store_split(ref, total, rest, acc, tile, split, rows, num_heads, ROWS: gl.co
         empty = total == 0.0
         inverse = gl.div_rn(gl.full([ROWS], 1.0, gl.float32, ROW), gl.where(empty, 1.0, total))
         out = OUT + token.to(gl.int64)[:, None] * stride_out_token + head.to(gl.int64)[:, None] * stride_out_head + cols
-        for j in gl.static_range(8):
+        for j in gl.static_range(len(acc)):
             y = gl.where(too_long, float("nan"), acc[j] * across(inverse, acc[j]))
             gl.store(out + j * 64, y.to(OUT.dtype.element_ty), mask=finished[:, None])
-        if WITH_LSE:
+        if WITH_LSE and column == 0:
             lse = gl.where(empty, float("-inf"), (ref + gl.log2(gl.where(empty, 1.0, total + rest))) * LN2)
             gl.store(LSE + row, gl.where(too_long, float("nan"), lse), mask=finished)
     if num_splits > 1:
         kept = valid & (row_splits > 1) & (split < row_splits)
-        slot = gl.program_id(0) * ROWS + gl.arange(0, ROWS, ROW)
+        slot = row_tile * ROWS + gl.arange(0, ROWS, ROW)
         at = num_rows.to(gl.int64) * split + slot
         partial = PARTIALS + at[:, None] * LATENT + cols
-        for j in gl.static_range(8):
+        for j in gl.static_range(len(acc)):
             gl.store(partial + j * 64, acc[j], mask=kept[:, None], eviction_policy="evict_last")
-        state = PARTIALS + num_rows.to(gl.int64) * num_splits * LATENT
-        states = state + num_rows.to(gl.int64) * 3 * split + slot
-        gl.store(states, ref, mask=kept)
-        gl.store(states + num_rows, total, mask=kept)
-        if WITH_LSE:
-            gl.store(states + 2 * num_rows, total + rest, mask=kept)
-        if split == 0:
-            ints = (state + num_rows.to(gl.int64) * num_splits * 3).to(gl.pointer_type(gl.int32)) + slot
-            gl.store(ints, gl.where(valid & (row_splits > 1), row_splits, 0))
-            gl.store(ints + num_rows, row.to(gl.int32))
+        if column == 0:
+            state = PARTIALS + num_rows.to(gl.int64) * num_splits * LATENT
+            states = state + num_rows.to(gl.int64) * 3 * split + slot
+            gl.store(states, ref, mask=kept)
+            gl.store(states + num_rows, total, mask=kept)
+            if WITH_LSE:
+                gl.store(states + 2 * num_rows, total + rest, mask=kept)
+            if split == 0:
+                ints = (state + num_rows.to(gl.int64) * num_splits * 3).to(gl.pointer_type(gl.int32)) + slot
+                gl.store(ints, gl.where(valid & (row_splits > 1), row_splits, 0))
+                gl.store(ints + num_rows, row.to(gl.int32))

@@ -1,0 +1,235 @@
+"""Second phase of the two-phase form on Hopper: weights times values, 64 value columns a program. Scratch memory: two_phase_scores.py; the bits are
+those of kernels/two_phase.py.
+
+A program is one split of one row tile and one slice of columns: a warpgroup that multiplies, and a warp that copies. Weights and values pass through
+a ring of slots of some KV tiles each; tiles past the end of the split are zeros. V does not depend on the kernels before, and is on its way before
+they end.
+
+The products of a slot stay in flight while the next is waited for: a bare chain, since a reference moves in steps of 8 and seldom. A slot before one
+of whose tiles acc must be rescaled ends the chain, and is multiplied tile by tile. The sums of weights are one more product, so that they have the
+order of the others. Fewer than 64 rows cannot be the M of wgmma: there the columns are, and acc is [64, ROWS].
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .copies import AXIS, SHARED, SHARED4
+from .decode_rows import no_nan
+from .few_copies import segment_row
+from .few_rows import locate_tile, store_split, visible_tokens
+
+SLICES = gl.constexpr(8)
+OUTSIDE = gl.constexpr(0x40000000)  # a row beyond any tensor
+
+
+@gluon.jit
+def copy_values(kv_desc, pages, offset, first, end, limit, page_rows, bar, v, slot, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr):
+    """The segment at ``offset`` of the split, for this program's columns; rows past the end as zeros: see hopper_decode.cache_rows."""
+    token = first + offset
+    row = segment_row(pages, token, limit, page_rows, PAGE_SIZE)
+    n = gl.minimum(gl.maximum(end - token, 0), SEG)
+    last = gl.where(n > 0, row + n, 0)  # past the end the table may hold anything
+    at = slot * (TILES * 64 // SEG) + offset % (TILES * 64) // SEG
+    tma.async_copy_global_to_shared(kv_desc, [AXIS, last, AXIS - n, gl.program_id(0) % SLICES * 64], bar, v.index(at))
+
+
+@gluon.jit
+def expect_slot(bar, TILES: gl.constexpr, ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
+    if WITH_LSE:
+        rests = gl.program_id(0) % SLICES == 0
+        mbarrier.expect(bar, TILES * 64 * (64 + ROWS) * 2, pred=not rests)
+        mbarrier.expect(bar, TILES * 64 * (64 + 2 * ROWS) * 2, pred=rests)
+    else:
+        mbarrier.expect(bar, TILES * 64 * (64 + ROWS) * 2)
+
+
+@gluon.jit
+def copy_weights(weights_desc, tile, tiles, block, num_blocks, bar, p, rest, at, ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
+    """Weights of a tile of the split; and, for the first slice alone, which stores their sum, what rounding took from them."""
+    row = gl.where(tile < tiles, (block + tile) * ROWS, OUTSIDE)
+    tma.async_copy_global_to_shared(weights_desc, [row, 0], bar, p.index(at))
+    if WITH_LSE:
+        tma.async_copy_global_to_shared(weights_desc, [row + num_blocks * ROWS, 0], bar, rest.index(at), pred=gl.program_id(0) % SLICES == 0)
+
+
+@gluon.jit
+def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, scratch, ring, ROWS: gl.constexpr, TILES: gl.constexpr,
+             SLOTS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr):
+    SCORES, num_blocks, num_tiles = scratch
+    p, rest, v, full, empty = ring
+    SLOT: gl.constexpr = TILES * 64  # tokens
+    v = v._reinterpret(v.dtype, [SLOTS * SLOT // SEG, 1, 1, SEG, 64], SHARED4)
+    tile = locate_tile(batch, ROWS, DECODE, 1)
+    pages = BLOCK_TABLE + tile[0].to(gl.int64) * stride_table
+    limit = gl.where(tile[0] < batch[4], batch[6], 0)
+    first = split * kv_split
+    end = gl.minimum(first + kv_split, visible_tokens(tile, batch[5], ROWS))
+    tiles = (end - first + 63) // 64
+    stop = (gl.maximum(end - first, 0) + SLOT - 1) // SLOT * SLOT
+    block = gl.program_id(0) // SLICES * num_tiles + first // 64
+    at_once = gl.minimum(stop, SLOTS * SLOT)
+    for offset in range(0, at_once, SEG):
+        slot = offset // SLOT
+        if offset % SLOT == 0:
+            expect_slot(full.index(slot), TILES, ROWS, WITH_LSE)
+        copy_values(kv_desc, pages, offset, first, end, limit, page_rows, full.index(slot), v, slot, TILES, PAGE_SIZE, SEG)
+    if PDL:
+        gdc_wait()
+    for i in range(0, at_once // 64):
+        copy_weights(weights_desc, i, tiles, block, num_blocks, full.index(i // TILES), p, rest, i, ROWS, WITH_LSE)
+    for offset in range(SLOTS * SLOT, stop, SEG):
+        turn = offset // SLOT
+        slot = turn % SLOTS
+        bar = full.index(slot)
+        if offset % SLOT == 0:
+            mbarrier.wait(empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
+            expect_slot(bar, TILES, ROWS, WITH_LSE)
+        if offset % 64 == 0:
+            copy_weights(weights_desc, offset // 64, tiles, block, num_blocks, bar, p, rest, slot * TILES + offset % SLOT // 64, ROWS, WITH_LSE)
+        copy_values(kv_desc, pages, offset, first, end, limit, page_rows, bar, v, slot, TILES, PAGE_SIZE, SEG)
+
+
+@gluon.jit
+def tile_products(acc, totals, rests, ones, p, rest, v, at, COLUMNS_AS_M: gl.constexpr, WITH_LSE: gl.constexpr):
+    """acc + P V, and the sums of P and of what rounding took from it, in flight."""
+    if COLUMNS_AS_M:
+        weights = p.index(at).permute((1, 0))
+        acc = warpgroup_mma(v.index(at).permute((1, 0)), weights, acc, is_async=True)
+        totals = warpgroup_mma(ones, weights, totals, is_async=True)
+        if WITH_LSE:
+            rests = warpgroup_mma(ones, rest.index(at).permute((1, 0)), rests, is_async=True)
+    else:
+        acc = warpgroup_mma(p.index(at), v.index(at), acc, is_async=True)
+        totals = warpgroup_mma(p.index(at), ones, totals, is_async=True)
+        if WITH_LSE:
+            rests = warpgroup_mma(rest.index(at), ones, rests, is_async=True)
+    return acc, totals, rests
+
+
+@gluon.jit
+def products_done(acc, totals, rests, PENDING: gl.constexpr, WITH_LSE: gl.constexpr):
+    if WITH_LSE:
+        acc, totals, rests = warpgroup_mma_wait(PENDING, deps=[acc, totals, rests])
+    else:
+        acc, totals = warpgroup_mma_wait(PENDING, deps=[acc, totals])
+    return acc, totals, rests
+
+
+@gluon.jit
+def rescale_by(x, before, after, there, AXIS_OF_ROWS: gl.constexpr):
+    """x times the exact power of two of a tile whose rows' reference goes from ``before`` to ``after`` (pointers)."""
+    row = gl.arange(0, x.shape[AXIS_OF_ROWS], gl.SliceLayout(1 - AXIS_OF_ROWS, x.type.layout))
+    old, new = gl.load(before + row, mask=there, other=0.0), gl.load(after + row, mask=there, other=0.0)
+    return x * gl.expand_dims(gl.exp2(old - no_nan(new)), 1 - AXIS_OF_ROWS)
+
+
+@gluon.jit
+def consumer(rows, batch, split, scratch, ring, ones_memory, ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SPLIT_TILES: gl.constexpr,
+             DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr):
+    SCORES, num_blocks, num_tiles = scratch
+    p, rest, v, full, empty = ring
+    num_heads, kv_split = batch[5], rows[5]
+    COLUMNS_AS_M: gl.constexpr = ROWS < 64
+    AXIS_OF_ROWS: gl.constexpr = 1 if COLUMNS_AS_M else 0
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS if COLUMNS_AS_M else 8, 16])
+    WHOLE: gl.constexpr = gl.BlockedLayout([SPLIT_TILES // 32], [32], [4], [0])  # all of it in every warp
+    tile = locate_tile(batch, ROWS, DECODE, 4)
+    first = split * kv_split
+    end = gl.minimum(first + kv_split, visible_tokens(tile, num_heads, ROWS))
+    row_tile = gl.program_id(0) // SLICES
+    block = row_tile.to(gl.int64) * num_tiles + first // 64
+    refs = SCORES + (num_blocks.to(gl.int64) * (2 * ROWS * 64 + ROWS) + block * ROWS)  # after the first tile of the split
+    flags = (SCORES + num_blocks.to(gl.int64) * (2 * ROWS * 64 + 2 * ROWS)).to(gl.pointer_type(gl.int32)) + block
+    if PDL:
+        gdc_wait()
+    if (first < end) | (split == 0):  # the first split stores an empty row too
+        tiles = (gl.maximum(end - first, 0) + 63) // 64
+        slots = (tiles + TILES - 1) // TILES
+        acc = gl.zeros([64, ROWS], gl.float32, ACC)
+        if COLUMNS_AS_M:
+            totals = gl.zeros([64, ROWS], gl.float32, SUMS)
+            ones = gl.full([64, 64], 1.0, p.dtype, gl.DotOperandLayout(0, SUMS, 2))
+        else:
+            totals = gl.zeros([64, 8], gl.float32, SUMS)
+            ones = ones_memory.permute((1, 0))
+        rests = totals
+        i = gl.arange(0, SPLIT_TILES, WHOLE)
+        moved = gl.where(gl.load(flags + i, mask=i < tiles, other=0) != 0, i // TILES, slots)  # slots with a rescale
+        begin = slots * 0
+        while begin < slots:
+            stop = gl.min(gl.where(moved >= begin, moved, slots), 0)
+            for n in range(begin, stop):
+                slot = n % SLOTS
+                mbarrier.wait(full.index(slot), (n // SLOTS) & 1)
+                for u in gl.static_range(TILES):
+                    acc, totals, rests = tile_products(acc, totals, rests, ones, p, rest, v, slot * TILES + u, COLUMNS_AS_M, WITH_LSE)
+                acc, totals, rests = products_done(acc, totals, rests, TILES * (3 if WITH_LSE else 2), WITH_LSE)  # those of the slot before are
+                mbarrier.arrive(empty.index((n + SLOTS - 1) % SLOTS), count=1, pred=n > begin)
+            acc, totals, rests = products_done(acc, totals, rests, 0, WITH_LSE)
+            mbarrier.arrive(empty.index((stop + SLOTS - 1) % SLOTS), count=1, pred=stop > begin)
+            if stop < slots:
+                slot = stop % SLOTS
+                mbarrier.wait(full.index(slot), (stop // SLOTS) & 1)
+                for u in gl.static_range(TILES):
+                    at = stop * TILES + u
+                    there = (at > 0) & (at < tiles)  # before the first tile of a split acc is 0
+                    after = refs + at * ROWS
+                    acc = rescale_by(acc, after - ROWS, after, there, AXIS_OF_ROWS)
+                    totals = rescale_by(totals, after - ROWS, after, there, AXIS_OF_ROWS)
+                    if WITH_LSE:
+                        rests = rescale_by(rests, after - ROWS, after, there, AXIS_OF_ROWS)
+                    acc, totals, rests = tile_products(acc, totals, rests, ones, p, rest, v, slot * TILES + u, COLUMNS_AS_M, WITH_LSE)
+                    acc, totals, rests = products_done(acc, totals, rests, 0, WITH_LSE)
+                mbarrier.arrive(empty.index(slot), count=1)
+            begin = stop + 1
+        if COLUMNS_AS_M:
+            acc = gl.permute(acc, (1, 0))
+        ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        total = gl.convert_layout(gl.max(totals, 1 - AXIS_OF_ROWS), ROW)  # equal along a row
+        rest_sum = gl.convert_layout(gl.max(rests, 1 - AXIS_OF_ROWS), ROW)
+        last = refs + (tiles - 1) * ROWS + gl.arange(0, ROWS, ROW)
+        ref = gl.load(last, mask=gl.full([ROWS], tiles, gl.int32, ROW) > 0, other=float("-inf"))
+        store_split(ref, total, rest_sum, (acc,), tile, split, row_tile, gl.program_id(0) % SLICES * 64, rows, num_heads, ROWS, WITH_LSE)
+
+
+@gluon.jit(
+    do_not_specialize=["page_rows", "stride_table", "num_tokens", "batch_size", "num_heads", "max_seq_len", "kv_split", "first_row_tile", "num_splits",
+                       "num_rows", "num_blocks", "num_tiles"],
+    do_not_specialize_on_alignment=["BLOCK_TABLE", "CU_SEQLENS_Q", "SEQ_LENS", "LSE"],
+)
+def hopper_values_kernel(
+    weights_desc, kv_desc, BLOCK_TABLE, CU_SEQLENS_Q, SEQ_LENS, SCORES, OUT, LSE, PARTIALS,
+    page_rows, stride_table, stride_out_token, stride_out_head,
+    num_tokens, batch_size, num_heads, max_seq_len, kv_split, first_row_tile, num_splits, num_rows, num_blocks, num_tiles,
+    ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SPLIT_TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr,
+    DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr,
+):
+    """Grid (row tiles of a wave * value slices, splits). ``page_rows``: rows from a page to the next; SPLIT_TILES: at least those of a split."""
+    if PDL:
+        gdc_launch_dependents()
+    DTYPE: gl.constexpr = kv_desc.dtype
+    p = gl.allocate_shared_memory(DTYPE, [SLOTS * TILES, ROWS, 64], SHARED)
+    rest = gl.allocate_shared_memory(DTYPE, [SLOTS * TILES, ROWS, 64], SHARED) if WITH_LSE else p
+    v = gl.allocate_shared_memory(DTYPE, [SLOTS * TILES, 64, 64], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    ones = gl.allocate_shared_memory(DTYPE, [8, 64], SHARED)
+    if ROWS == 64:
+        ones.store(gl.full([8, 64], 1.0, DTYPE, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    split = gl.program_id(1)
+    batch = (first_row_tile + gl.program_id(0) // SLICES, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len)
+    rows = (OUT, LSE, PARTIALS, stride_out_token, stride_out_head, kv_split, num_splits, num_rows)
+    scratch = (SCORES, num_blocks, num_tiles)
+    ring = (p, rest, v, full, empty)
+    gl.warp_specialize([
+        (consumer, (rows, batch, split, scratch, ring, ones, ROWS, TILES, SLOTS, SPLIT_TILES, DECODE, WITH_LSE, PDL)),
+        (producer, (weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, scratch, ring, ROWS, TILES, SLOTS, PAGE_SIZE, SEG,
+                    DECODE, WITH_LSE, PDL)),
+    ], [1], [24])
