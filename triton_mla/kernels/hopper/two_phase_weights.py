@@ -41,11 +41,12 @@ def hopper_weights_kernel(
         block = tl.program_id(0).to(tl.int64) * num_tiles + tile
         first = tile // split_tiles * split_tiles
         s = tl.load(scores + block * (ROWS * 64) + inside)
-        ref = tl.full([ROWS], -float("inf"), tl.float32)
+        of_tiles = tl.full([ROWS, AHEAD], -float("inf"), tl.float32)
         for before in tl.range(first, tile, AHEAD, num_stages=1):
             i = before + tl.arange(0, AHEAD)
             at = (block - tile + i)[None, :] * ROWS + row[:, None]
-            ref = tl.maximum(ref, tl.max(tl.load(refs + at, mask=(i < tile)[None, :], other=-float("inf")), 1))
+            of_tiles = tl.maximum(of_tiles, tl.load(refs + at, mask=(i < tile)[None, :], other=-float("inf")))
+        ref = tl.max(of_tiles, 1)
         new_ref, alpha, p = softmax_step(s, ref, scale_log2, STEP)
         rounded = p.to(DTYPE)
         tl.store(weights + block * (ROWS * 64) + inside, rounded)
