@@ -171,13 +171,14 @@ def two_phase_steps(
     paging = {"PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), "DECODE": plan.decode}
     ends = {"WITH_LSE": with_lse, "PDL": plan.schedule.pdl}
     dependent: dict[str, Any] = {"launch_pdl": True} if plan.schedule.pdl else {}
+    # At most 128 registers a thread: a multiprocessor then has room for a program of the next kernel, which waits there for this one.
     # A slot of the values' ring is as many tiles as make its products longer than the wait for it.
     tiles = 4 if rows < 64 else 2
     slots = min(5, RING_BYTES // (tiles * 64 * 2 * (64 + rows * (1 + with_lse))))
     scores = Step(
         hopper_scores_kernel, (row_tiles, plan.num_programs), _SCORES,
         (*strides.q_nope, *strides.q_pe, page // slot, strides.block_table, *sizes, wave[0], *blocks),
-        {"ROWS": rows, **paging, "PDL": plan.schedule.pdl}, {"num_warps": 4}, (cache_rows(plan, strides),))
+        {"ROWS": rows, **paging, "PDL": plan.schedule.pdl}, {"num_warps": 4, "maxnreg": 128}, (cache_rows(plan, strides),))
     weights = Step(
         hopper_weights_kernel, (row_tiles, plan.num_score_programs), _WEIGHTS, (*sizes, split, wave[0], *blocks),
         {"ROWS": rows, "STEP": plan.order.reference_step, "DECODE": plan.decode, **ends}, {"num_warps": 4, **dependent})
@@ -185,7 +186,7 @@ def two_phase_steps(
         hopper_values_kernel, (row_tiles * SLICES.value, plan.num_splits), _VALUES,
         (page // slot, strides.block_table, *strides.out, *sizes, split, *wave, *blocks),
         {"ROWS": rows, "TILES": tiles, "SLOTS": slots, "SPLIT_TILES": max(32, triton.next_power_of_2(split // 64)), **paging, **ends},
-        {"num_warps": 4, **dependent}, (weight_tiles(plan), cache_rows(plan, strides)))
+        {"num_warps": 4, "maxnreg": 128, **dependent}, (weight_tiles(plan), cache_rows(plan, strides)))
     return [scores, weights, values]
 
 

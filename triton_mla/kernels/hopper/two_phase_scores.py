@@ -87,9 +87,8 @@ def consumer(query, batch, scratch, scale, q, q_full, ring, ROWS: gl.constexpr, 
     tile = locate_tile(batch, ROWS, DECODE, 4)
     end = visible_tokens(tile, batch[5], ROWS)
     if W == 0:
-        if gl.program_id(1) * 64 < end:
-            store_q(query, tile, batch[5], q, ROWS)
-            fence_async_shared()
+        store_q(query, tile, batch[5], q, ROWS)  # without work too: it need not wait for the length
+        fence_async_shared()
         mbarrier.arrive(q_full, count=1)
     mbarrier.wait(q_full, 0)
     seen = gl.expand_dims(tile_rows(tile, batch[5], ROWS, ROW)[2], 1 - AXIS_OF_ROWS)
@@ -151,4 +150,4 @@ def hopper_scores_kernel(
         (consumer, (query, batch, scratch, scale_log2, q, q_full, ring, ROWS, DECODE, 0)),
         (consumer, (query, batch, scratch, scale_log2, q, q_full, ring, ROWS, DECODE, 1)),
         (producer, (kv_desc, BLOCK_TABLE, batch, page_rows, stride_table, ring, ROWS, PAGE_SIZE, SEG, DECODE)),
-    ], [4, 1], [152, 24])
+    ], [4, 1], [120, 40])

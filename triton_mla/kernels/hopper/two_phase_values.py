@@ -25,11 +25,9 @@ OUTSIDE = gl.constexpr(0x40000000)  # a row beyond any tensor
 
 
 @gluon.jit
-def copy_values(kv_desc, pages, offset, first, end, limit, page_rows, bar, v, slot, TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr):
-    """The segment at ``offset`` of the split, for this program's columns; rows past the end as zeros: see hopper_decode.cache_rows."""
-    token = first + offset
-    row = segment_row(pages, token, limit, page_rows, PAGE_SIZE)
-    n = gl.minimum(gl.maximum(end - token, 0), SEG)
+def copy_values(kv_desc, row, offset, left, bar, v, slot, TILES: gl.constexpr, SEG: gl.constexpr):
+    """The segment at ``offset`` of the split, for this program's columns, token rows from ``left`` on as zeros: see hopper_decode.cache_rows."""
+    n = gl.minimum(gl.maximum(left, 0), SEG)
     last = gl.where(n > 0, row + n, 0)  # past the end the table may hold anything
     at = slot * (TILES * 64 // SEG) + offset % (TILES * 64) // SEG
     tma.async_copy_global_to_shared(kv_desc, [AXIS, last, AXIS - n, gl.program_id(0) % SLICES * 64], bar, v.index(at))
@@ -65,6 +63,7 @@ def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_ro
     pages = BLOCK_TABLE + tile[0].to(gl.int64) * stride_table
     limit = gl.where(tile[0] < batch[4], batch[6], 0)
     first = split * kv_split
+    row = segment_row(pages, first, limit, page_rows, PAGE_SIZE)  # always one ahead
     end = gl.minimum(first + kv_split, visible_tokens(tile, batch[5], ROWS))
     tiles = (end - first + 63) // 64
     stop = (gl.maximum(end - first, 0) + SLOT - 1) // SLOT * SLOT
@@ -74,7 +73,8 @@ def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_ro
         slot = offset // SLOT
         if offset % SLOT == 0:
             expect_slot(full.index(slot), TILES, ROWS, WITH_LSE)
-        copy_values(kv_desc, pages, offset, first, end, limit, page_rows, full.index(slot), v, slot, TILES, PAGE_SIZE, SEG)
+        copy_values(kv_desc, row, offset, end - first - offset, full.index(slot), v, slot, TILES, SEG)
+        row = segment_row(pages, first + offset + SEG, limit, page_rows, PAGE_SIZE)
     if PDL:
         gdc_wait()
     for i in range(0, at_once // 64):
@@ -88,7 +88,8 @@ def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_ro
             expect_slot(bar, TILES, ROWS, WITH_LSE)
         if offset % 64 == 0:
             copy_weights(weights_desc, offset // 64, tiles, block, num_blocks, bar, p, rest, slot * TILES + offset % SLOT // 64, ROWS, WITH_LSE)
-        copy_values(kv_desc, pages, offset, first, end, limit, page_rows, bar, v, slot, TILES, PAGE_SIZE, SEG)
+        copy_values(kv_desc, row, offset, end - first - offset, bar, v, slot, TILES, SEG)
+        row = segment_row(pages, first + offset + SEG, limit, page_rows, PAGE_SIZE)
 
 
 @gluon.jit
@@ -232,4 +233,4 @@ def hopper_values_kernel(
         (consumer, (rows, batch, split, scratch, ring, ones, ROWS, TILES, SLOTS, SPLIT_TILES, DECODE, WITH_LSE, PDL)),
         (producer, (weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, scratch, ring, ROWS, TILES, SLOTS, PAGE_SIZE, SEG,
                     DECODE, WITH_LSE, PDL)),
-    ], [1], [24])
+    ], [1], [40])
