@@ -1,5 +1,5 @@
 """The Hopper decode, compiled for sm_90 without one: it fits, uses the tensor cores and TMA, and spills nothing that a tensor core waits for.
-The form for few work items too."""
+The forms for few work items too."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ HOPPER = ARCHITECTURES["sm_90"].hopper
 # most part used when a split is stored.
 SPILLS = (32, 48)
 FEW = {rows: Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)}
+TWO_PHASE = {rows: Schedule("hopper_two_phase", rows, num_warps=8, num_stages=2, pdl=True) for rows in (16, 32, 64)}
 
 
 def plan_of(num_heads: int = 128, page_size: int = 64, dtype: torch.dtype = torch.bfloat16, decode: bool = True, **options: Any) -> AttentionPlan:
@@ -109,7 +110,36 @@ def test_few_items(compiled: Any, rows: int, num_heads: int, page_size: int, dty
     assert loop.count("BAR.SYNC") <= 4
 
 
-@pytest.mark.parametrize("schedule", [HOPPER, *FEW.values()], ids=lambda schedule: f"{schedule.form}-{schedule.block_rows}")
+@pytest.mark.parametrize("rows, num_heads, page_size, dtype, decode, with_lse, kv_split", [
+    (16, 16, 64, torch.bfloat16, True, False, 2048), (32, 64, 128, torch.float16, True, True, 64), (64, 128, 64, torch.bfloat16, True, False, 2048),
+    (16, 16, 16, torch.float16, False, True, 192), (32, 100, 48, torch.bfloat16, False, False, 2048), (64, 128, 480, torch.float16, False, True, 65536),
+])
+def test_two_phases(compiled: Any, rows: int, num_heads: int, page_size: int, dtype: torch.dtype, decode: bool, with_lse: bool, kv_split: int) -> None:
+    plan = plan_of(num_heads, page_size, dtype, decode, schedule=TWO_PHASE[rows], order=ReductionOrder(kv_split=kv_split), max_seq_len=2 * kv_split, num_tokens=2,
+                   batch_size=2)
+    kernels = compiled(plan, with_lse)
+    scores, weights, values, combine = kernels
+    for kernel in kernels:
+        assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
+        assert not re.search(r"\b(?:atom|red)\.", kernel.asm["ptx"])
+        code = aot.machine_code(kernel)
+        assert not read_before_written(code)
+        assert not re.search(r"\b(?:STL|LDL)\b", code)
+    for kernel in (scores, values):  # whose multiprocessors have room for a program of the next kernel
+        assert "cp.async.bulk.tensor" in kernel.asm["ptx"] and ".maxnreg 128" in kernel.asm["ptx"]
+    assert weights.asm["ptx"].count("griddepcontrol.wait") == 1 and values.asm["ptx"].count("griddepcontrol.wait") == 2
+    # of a KV tile: 36 products, and a wait for each part of the tile, for each of the two warpgroups
+    tiles = [body for body in aot.loops(scores) if body.count("HGMMA") == 36]
+    assert aot.machine_code(scores).count("HGMMA") == 72 and min(body.count("WARPGROUP.DEPBAR") for body in tiles) == 3
+    # of a slot: 4 products of each tile with the values, 4 for the row sums and with lse 4 for those of rests; all in flight until the next slot's are
+    products = (4 if rows < 64 else 2) * 4 * (2 + with_lse)
+    chain = min((body for body in aot.loops(values) if "HGMMA" in body), key=len)
+    assert (chain.count("HGMMA"), chain.count("WARPGROUP.DEPBAR")) == (products, 1)
+    assert "gsb0, 0x0" not in chain
+    assert aot.machine_code(values).count("HGMMA") == 2 * products  # and once more for slots with a rescale
+
+
+@pytest.mark.parametrize("schedule", [HOPPER, *FEW.values(), *TWO_PHASE.values()], ids=lambda schedule: f"{schedule.form}-{schedule.block_rows}")
 def test_sizes_that_it_serves(schedule: Schedule) -> None:
     plan = plan_of(schedule=schedule)
     strides = strides_of(plan)
@@ -151,6 +181,24 @@ def test_few_items_are_planned_as_one_pass(rows: int) -> None:
     steps, others = (attention_steps(p, strides_of(p), p.max_seq_len, True) for p in (plan, portable))
     assert [step.grid for step in steps] == [step.grid for step in others]
     assert [step.kernel for step in steps[1::2]] == [step.kernel for step in others[1::2]]
+
+
+@pytest.mark.parametrize("rows", TWO_PHASE)
+@pytest.mark.parametrize("max_seq_len", [1, 1024, 1025, 8192, 131072])
+def test_two_phases_in_waves(rows: int, max_seq_len: int) -> None:
+    """Weights, what rounding took from them, scores, two references and flags lie behind the partials, for as many row tiles as there is room for."""
+    plan = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=max_seq_len, schedule=TWO_PHASE[rows])
+    steps = attention_steps(plan, strides_of(plan), max_seq_len, True)
+    step = 4 if max_seq_len > DEFAULT_ORDER.kv_split else 3
+    scores, weights, values = (steps[i::step] for i in range(3))
+    waves = range(0, plan.num_row_tiles, plan.wave_row_tiles)
+    assert [w.integers[5] for w in weights] == list(waves) and [s.integers[-3] for s in scores] == list(waves) == [v.integers[-5] for v in values]
+    blocks = plan.wave_row_tiles * plan.num_tiles
+    assert {s.integers[-2:] for s in (*scores, *weights, *values)} == {(blocks, plan.num_tiles)}
+    assert sum(s.grid[0] for s in scores) == sum(w.grid[0] for w in weights) == plan.num_row_tiles == sum(v.grid[0] for v in values) // 8
+    assert plan.scores_size == blocks * (2 * rows * 64 + 2 * rows + 1)
+    assert 4 * (plan.partials_size + plan.scores_size) <= 1 << 30 and plan.partials_size % 4 == 0
+    assert plan.portable().schedule == replace(plan.schedule, form="one_pass") and plan.workspace_bytes >= plan.portable().workspace_bytes
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 1024, 1025, 8192, 131072])

@@ -21,7 +21,7 @@ from .few_copies import BLOCKS, segment_row
 from .few_rows import locate_tile, tile_rows, visible_tokens
 
 SLOTS = gl.constexpr(2)  # KV tiles of the ring, one for each warpgroup
-PARTS = gl.constexpr(3)  # of a tile: 192 columns, with a barrier of their own, so that products begin before the whole tile is there
+PARTS = gl.constexpr(3)  # of a tile: 192 columns with barriers of their own, so that products begin, and copies go on, before all of a tile is
 LATENT_Q = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 ROPE_Q = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -39,21 +39,23 @@ def producer(kv_desc, BLOCK_TABLE, batch, page_rows, stride_table, ring, ROWS: g
     start = gl.program_id(1) * 64
     row = segment_row(pages, start, limit, page_rows, PAGE_SIZE)
     end = visible_tokens(tile, batch[5], ROWS)
-    count = 0
-    for first in range(start, end, gl.num_programs(1) * 64):
-        slot = count % SLOTS
-        mbarrier.wait(empty.index(slot), ((count // SLOTS) & 1) ^ 1)
-        for part in gl.static_range(PARTS):
-            mbarrier.expect(full.index(slot * PARTS + part), 64 * 192 * 2)
-        for i in range(SEGS):
-            n = gl.minimum(gl.maximum(end - first - i * SEG, 0), SEG)
-            last = gl.where(n > 0, row + n, 0)  # past the end the table may hold anything
-            for j in gl.static_range(BLOCKS):
-                tma.async_copy_global_to_shared(kv_desc, [AXIS, last, AXIS - n, j * 64], full.index(slot * PARTS + j // 3),
-                                                k.index((slot * BLOCKS + j) * SEGS + i))
-            after = gl.where(i == SEGS - 1, first + gl.num_programs(1) * 64, first + i * SEG + SEG)
-            row = segment_row(pages, after, limit, page_rows, PAGE_SIZE)
-        count += 1
+    slot, phase = 0, 1
+    stride = gl.num_programs(1) * 64
+    for first in range(start, end, stride):
+        for part in range(PARTS):
+            bar = full.index(slot * PARTS + part)
+            mbarrier.wait(empty.index(slot * PARTS + part), phase)
+            mbarrier.expect(bar, 64 * 192 * 2)
+            for i in range(SEGS):
+                n = gl.minimum(gl.maximum(end - first - i * SEG, 0), SEG)
+                last = gl.where(n > 0, row + n, 0)  # past the end the table may hold anything
+                for j in gl.static_range(3):
+                    tma.async_copy_global_to_shared(kv_desc, [AXIS, last, AXIS - n, part * 192 + j * 64], bar,
+                                                    k.index((slot * BLOCKS + part * 3 + j) * SEGS + i))
+                after = gl.where(i < SEGS - 1, first + i * SEG + SEG, gl.where(part < PARTS - 1, first, first + stride))
+                row = segment_row(pages, after, limit, page_rows, PAGE_SIZE)  # its latency is hidden behind the wait
+        slot ^= 1
+        phase = gl.where(slot == 0, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -107,8 +109,11 @@ def consumer(query, batch, scratch, scale, q, q_full, ring, ROWS: gl.constexpr, 
                     s = warpgroup_mma(k.index(W * BLOCKS + j), q.index(j).permute((1, 0)), s, is_async=True)
                 else:
                     s = warpgroup_mma(q.index(j), k.index(W * BLOCKS + j).permute((1, 0)), s, is_async=True)
+            if part > 0:
+                s = warpgroup_mma_wait(3, deps=[s])  # the products of the part before are done
+                mbarrier.arrive(empty.index(W * PARTS + part - 1), count=1)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(empty.index(W), count=1)
+        mbarrier.arrive(empty.index(W * PARTS + PARTS - 1), count=1)
         phase ^= 1
         s = gl.where(first + column < seen, s, float("-inf"))
         at = block + first // 64
@@ -133,13 +138,12 @@ def hopper_scores_kernel(
     ring = (
         gl.allocate_shared_memory(DTYPE, [SLOTS * BLOCKS, 64, 64], SHARED),
         gl.allocate_shared_memory(gl.int64, [SLOTS * PARTS, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [SLOTS * PARTS, 1], mbarrier.MBarrierLayout()),
     )
     q = gl.allocate_shared_memory(DTYPE, [BLOCKS, ROWS, 64], SHARED)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS * PARTS):
         mbarrier.init(ring[1].index(i), count=1)
-    for i in gl.static_range(SLOTS):
         mbarrier.init(ring[2].index(i), count=1)
     mbarrier.init(q_full, count=1)
     fence_async_shared()
@@ -150,4 +154,4 @@ def hopper_scores_kernel(
         (consumer, (query, batch, scratch, scale_log2, q, q_full, ring, ROWS, DECODE, 0)),
         (consumer, (query, batch, scratch, scale_log2, q, q_full, ring, ROWS, DECODE, 1)),
         (producer, (kv_desc, BLOCK_TABLE, batch, page_rows, stride_table, ring, ROWS, PAGE_SIZE, SEG, DECODE)),
-    ], [4, 1], [120, 40])
+    ], [4, 1], [120, 56])
