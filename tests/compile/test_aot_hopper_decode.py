@@ -115,8 +115,8 @@ def test_few_items(compiled: Any, rows: int, num_heads: int, page_size: int, dty
     (16, 16, 16, torch.float16, False, True, 192), (32, 100, 48, torch.bfloat16, False, False, 2048), (64, 128, 480, torch.float16, False, True, 65536),
 ])
 def test_two_phases(compiled: Any, rows: int, num_heads: int, page_size: int, dtype: torch.dtype, decode: bool, with_lse: bool, kv_split: int) -> None:
-    plan = plan_of(num_heads, page_size, dtype, decode, schedule=TWO_PHASE[rows], order=ReductionOrder(kv_split=kv_split), max_seq_len=2 * kv_split, num_tokens=2,
-                   batch_size=2)
+    plan = plan_of(num_heads, page_size, dtype, decode, schedule=TWO_PHASE[rows], order=ReductionOrder(kv_split=kv_split), max_seq_len=2 * kv_split,
+                   num_tokens=2, batch_size=2)
     kernels = compiled(plan, with_lse)
     scores, weights, values, combine = kernels
     for kernel in kernels:
