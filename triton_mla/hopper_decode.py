@@ -148,13 +148,14 @@ def few_step(plan: AttentionPlan, strides: Strides, row_tiles: int, sizes: tuple
 
 
 def weight_tiles(plan: AttentionPlan) -> Callable[[Any], Any]:
-    """From the scratch memory behind the partials, or its address, to a TMA descriptor whose boxes are the weights of a row tile and a KV tile."""
+    """From the scratch memory behind the partials, or its address, to a TMA descriptor whose boxes are the weights of a values program's rows
+    and a KV tile."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .kernels.hopper.copies import SHARED
 
     shape = [2 * plan.wave_rows * plan.num_tiles, 64]
-    return lambda base: TensorDescriptor(Address(base.data_ptr(), plan.dtype), shape, [64, 1], [plan.schedule.block_rows, 64], SHARED.value)
+    return lambda base: TensorDescriptor(Address(base.data_ptr(), plan.dtype), shape, [64, 1], [plan.value_rows, 64], SHARED.value)
 
 
 def two_phase_steps(
@@ -166,7 +167,7 @@ def two_phase_steps(
     from .kernels.hopper.two_phase_weights import hopper_weights_kernel
 
     page, slot = strides.kv_cache
-    rows, split = plan.schedule.block_rows, plan.order.kv_split
+    block_rows, rows, split = plan.schedule.block_rows, plan.value_rows, plan.order.kv_split
     blocks = (plan.wave_row_tiles * plan.num_tiles, plan.num_tiles)
     paging = {"PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), "DECODE": plan.decode}
     ends = {"WITH_LSE": with_lse, "PDL": plan.schedule.pdl}
@@ -178,14 +179,15 @@ def two_phase_steps(
     scores = Step(
         hopper_scores_kernel, (row_tiles, plan.num_programs), _SCORES,
         (*strides.q_nope, *strides.q_pe, page // slot, strides.block_table, *sizes, wave[0], *blocks),
-        {"ROWS": rows, **paging, "PDL": plan.schedule.pdl}, {"num_warps": 4, "maxnreg": 128}, (cache_rows(plan, strides),))
+        {"ROWS": block_rows, **paging, "PDL": plan.schedule.pdl}, {"num_warps": 4, "maxnreg": 128}, (cache_rows(plan, strides),))
     weights = Step(
         hopper_weights_kernel, (row_tiles, plan.num_score_programs), _WEIGHTS, (*sizes, split, wave[0], *blocks),
-        {"ROWS": rows, "STEP": plan.order.reference_step, "DECODE": plan.decode, **ends}, {"num_warps": 4, **dependent})
+        {"ROWS": block_rows, "STEP": plan.order.reference_step, "DECODE": plan.decode, **ends}, {"num_warps": 4, **dependent})
     values = Step(
-        hopper_values_kernel, (row_tiles * SLICES.value, plan.num_splits), _VALUES,
+        hopper_values_kernel, (row_tiles * (block_rows // rows) * SLICES.value, plan.num_splits), _VALUES,
         (page // slot, strides.block_table, *strides.out, *sizes, split, *wave, *blocks),
-        {"ROWS": rows, "TILES": tiles, "SLOTS": slots, "SPLIT_TILES": max(32, triton.next_power_of_2(split // 64)), **paging, **ends},
+        {"BLOCK_ROWS": block_rows, "ROWS": rows, "TILES": tiles, "SLOTS": slots, "SPLIT_TILES": max(32, triton.next_power_of_2(split // 64)), **paging,
+         **ends},
         {"num_warps": 4, "maxnreg": 128, **dependent}, (weight_tiles(plan), cache_rows(plan, strides)))
     return [scores, weights, values]
 

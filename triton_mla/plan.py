@@ -26,6 +26,7 @@ HOPPER_DIMS = (512, 64)
 HOPPER_ROWS = 64
 HOPPER_LEAST_HEADS = 8
 HOPPER_ITEM_INTS = 8
+HOPPER_VALUE_SLICES = 8
 # Widest head of a prefill, for nope, rope and value columns alike.
 MAX_HEAD_DIM = 256
 # Tokens of a request that a paged prefill up-projects at a time: a quarter of a GB of keys and values for 128 heads of DeepSeek-V3.
@@ -71,6 +72,7 @@ class AttentionPlan:
         num_score_programs: programs that share the KV tiles of a row tile (two phases; in the Hopper form's for the weights).
         num_programs: programs of the Hopper form, which has no waves: ``wave_row_tiles`` have room for partials there, further ones are folded.
             In two phases on Hopper: programs that share the KV tiles of a row tile for the scores.
+        value_rows: rows of a program of the second phase on Hopper, a row tile or a part of one.
         workspace_bytes: scratch memory of a call, in bytes. Its contents need no initialisation.
     """
 
@@ -91,6 +93,7 @@ class AttentionPlan:
     wave_row_tiles: int
     num_score_programs: int
     num_programs: int = 0
+    value_rows: int = 0
 
     @property
     def wave_rows(self) -> int:
@@ -136,7 +139,7 @@ class AttentionPlan:
         schedule = replace(self.schedule, form="one_pass")
         row_tiles = _row_tiles(self.num_tokens, self.batch_size, self.num_heads, schedule.block_rows, self.decode)
         wave = _wave(row_tiles, 4 * _partials_per_row(self.num_splits, self.kv_lora_rank) * schedule.block_rows, MAX_WORKSPACE_BYTES)
-        return replace(self, schedule=schedule, num_row_tiles=row_tiles, wave_row_tiles=wave, num_programs=0)
+        return replace(self, schedule=schedule, num_row_tiles=row_tiles, wave_row_tiles=wave, num_programs=0, value_rows=0)
 
 
 def _partials_per_row(num_splits: int, kv_lora_rank: int) -> int:
@@ -149,6 +152,14 @@ def _scores_per_row_tile(schedule: Schedule, num_tiles: int, block_n: int) -> in
     if schedule.form == "hopper_two_phase":
         return num_tiles * (rows * (2 * block_n + 2) + 1)
     return rows * num_tiles * block_n if schedule.form == "two_phase" else 0
+
+
+def _value_rows(block_rows: int, splits: int, num_sms: int) -> int:
+    """Few rows a program while all programs run at once: values are read once for each part of a row tile."""
+    for rows in (16, 32):
+        if rows < block_rows and splits * (block_rows // rows) * HOPPER_VALUE_SLICES <= num_sms:
+            return rows
+    return block_rows
 
 
 def _row_tiles(num_tokens: int, batch_size: int, num_heads: int, block_rows: int, decode: bool) -> int:
@@ -264,7 +275,7 @@ def plan_attention(
                                    decode=decode, arch=arch, num_sms=num_sms, hopper=refusal is None)
     num_tiles = num_splits * (order.kv_split // order.block_n)
     tile_bytes = 4 * (schedule.block_rows * _partials_per_row(num_splits, kv_lora_rank) + _scores_per_row_tile(schedule, num_tiles, order.block_n))
-    programs = 0
+    programs, value_rows = 0, 0
     if schedule.form == "hopper":
         row_tiles = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode)
         # kernels/hopper/decode_work.py: only so many row tiles are not folded
@@ -275,11 +286,12 @@ def plan_attention(
         wave = _wave(row_tiles, tile_bytes, MAX_WORKSPACE_BYTES)
         if schedule.form == "hopper_two_phase":  # one program fits a multiprocessor
             programs = min(num_tiles, max(1, num_sms // wave))
+            value_rows = _value_rows(schedule.block_rows, wave * num_splits, num_sms)
     return AttentionPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim, dtype=dtype, page_size=page_size, decode=decode, arch=arch, order=order, schedule=schedule,
         num_splits=num_splits, num_row_tiles=row_tiles, wave_row_tiles=wave,
-        num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // wave)), num_programs=programs,
+        num_score_programs=min(num_tiles, max(1, MAX_PROGRAMS_PER_SM * num_sms // wave)), num_programs=programs, value_rows=value_rows,
     )
 
 

@@ -110,14 +110,18 @@ def test_few_items(compiled: Any, rows: int, num_heads: int, page_size: int, dty
     assert loop.count("BAR.SYNC") <= 4
 
 
-@pytest.mark.parametrize("rows, num_heads, page_size, dtype, decode, with_lse, kv_split", [
-    (16, 16, 64, torch.bfloat16, True, False, 2048), (32, 64, 128, torch.float16, True, True, 64), (64, 128, 64, torch.bfloat16, True, False, 2048),
-    (16, 16, 16, torch.float16, False, True, 192), (32, 100, 48, torch.bfloat16, False, False, 2048), (64, 128, 480, torch.float16, False, True, 65536),
+@pytest.mark.parametrize("rows, value_rows, num_heads, page_size, dtype, decode, with_lse, kv_split", [
+    (16, 16, 16, 64, torch.bfloat16, True, False, 2048), (32, 16, 64, 128, torch.float16, True, True, 64),
+    (64, 64, 128, 64, torch.bfloat16, True, False, 2048), (64, 32, 128, 64, torch.bfloat16, True, False, 2048),
+    (16, 16, 16, 16, torch.float16, False, True, 192), (32, 32, 100, 48, torch.bfloat16, False, False, 2048),
+    (64, 64, 128, 480, torch.float16, False, True, 65536),
 ])
-def test_two_phases(compiled: Any, rows: int, num_heads: int, page_size: int, dtype: torch.dtype, decode: bool, with_lse: bool, kv_split: int) -> None:
+def test_two_phases(
+    compiled: Any, rows: int, value_rows: int, num_heads: int, page_size: int, dtype: torch.dtype, decode: bool, with_lse: bool, kv_split: int
+) -> None:
     plan = plan_of(num_heads, page_size, dtype, decode, schedule=TWO_PHASE[rows], order=ReductionOrder(kv_split=kv_split), max_seq_len=2 * kv_split,
                    num_tokens=2, batch_size=2)
-    kernels = compiled(plan, with_lse)
+    kernels = compiled(replace(plan, value_rows=value_rows), with_lse)
     scores, weights, values, combine = kernels
     for kernel in kernels:
         assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
@@ -132,7 +136,7 @@ def test_two_phases(compiled: Any, rows: int, num_heads: int, page_size: int, dt
     tiles = [body for body in aot.loops(scores) if body.count("HGMMA") == 36]
     assert aot.machine_code(scores).count("HGMMA") == 72 and min(body.count("WARPGROUP.DEPBAR") for body in tiles) == 3
     # of a slot: 4 products of each tile with the values, 4 for the row sums and with lse 4 for those of rests; all in flight until the next slot's are
-    products = (4 if rows < 64 else 2) * 4 * (2 + with_lse)
+    products = (4 if value_rows < 64 else 2) * 4 * (2 + with_lse)
     chain = min((body for body in aot.loops(values) if "HGMMA" in body), key=len)
     assert (chain.count("HGMMA"), chain.count("WARPGROUP.DEPBAR")) == (products, 1)
     assert "gsb0, 0x0" not in chain
@@ -195,10 +199,22 @@ def test_two_phases_in_waves(rows: int, max_seq_len: int) -> None:
     assert [w.integers[5] for w in weights] == list(waves) and [s.integers[-3] for s in scores] == list(waves) == [v.integers[-5] for v in values]
     blocks = plan.wave_row_tiles * plan.num_tiles
     assert {s.integers[-2:] for s in (*scores, *weights, *values)} == {(blocks, plan.num_tiles)}
-    assert sum(s.grid[0] for s in scores) == sum(w.grid[0] for w in weights) == plan.num_row_tiles == sum(v.grid[0] for v in values) // 8
+    assert sum(s.grid[0] for s in scores) == sum(w.grid[0] for w in weights) == plan.num_row_tiles
+    assert plan.value_rows == rows and sum(v.grid[0] for v in values) == 8 * plan.num_row_tiles
     assert plan.scores_size == blocks * (2 * rows * 64 + 2 * rows + 1)
     assert 4 * (plan.partials_size + plan.scores_size) <= 1 << 30 and plan.partials_size % 4 == 0
     assert plan.portable().schedule == replace(plan.schedule, form="one_pass") and plan.workspace_bytes >= plan.portable().workspace_bytes
+
+
+@pytest.mark.parametrize("max_seq_len, value_rows", [(1024, 16), (2048, 16), (2049, 32), (4096, 32), (4097, 64), (131072, 64)])
+def test_rows_of_the_second_phase(max_seq_len: int, value_rows: int) -> None:
+    plan = plan_of(num_tokens=1, batch_size=1, max_seq_len=max_seq_len, schedule=TWO_PHASE[64])
+    assert plan.value_rows == value_rows
+    scores, weights, values, *_ = attention_steps(plan, strides_of(plan), max_seq_len, False)
+    assert scores.grid == (2, min(66, plan.num_tiles)) and weights.grid == (2, min(1056, plan.num_tiles))
+    assert values.grid == (2 * (64 // value_rows) * 8, plan.num_splits)
+    assert values.constants["BLOCK_ROWS"] == 64 and values.constants["ROWS"] == value_rows
+    assert plan.portable().value_rows == 0
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 1024, 1025, 8192, 131072])

@@ -130,6 +130,17 @@ def test_a_shuffled_batch_and_a_row_alone(mla16, form):
         decode(mla16.pick(batch, [i])).assert_same(rows[i : i + 1])
 
 
+@pytest.mark.parametrize("value_rows", [16, 32, 64])
+def test_parts_of_row_tiles(mla16, value_rows):
+    """The second phase takes a row tile whole or in parts, by the number of programs."""
+    form = FEW[-1]
+    for num_heads, op, batch in ((100, "decode", requests()), (128, "decode", requests()), (16, "extend", extends())):
+        batch = mla16.batch(batch, num_heads=num_heads)
+        run = getattr(mla16, op)
+        expected = run(batch, plan=mla16.plan(op, batch, replace(form, form="one_pass", num_stages=2)))
+        run(batch, plan=replace(mla16.plan(op, batch, form), value_rows=value_rows)).assert_same(expected)
+
+
 @pytest.mark.parametrize("form", FEW, ids=name)
 def test_waves(mla16, form, monkeypatch):
     batch = mla16.batch(requests(), num_heads=128)

@@ -1,12 +1,12 @@
 """Second phase of the two-phase form on Hopper: weights times values, 64 value columns a program. Scratch memory: two_phase_scores.py; the bits are
 those of kernels/two_phase.py.
 
-A program is one split of one row tile and one slice of columns: a warpgroup that multiplies, and a warp that copies. Weights and values pass through
-a ring of slots of some KV tiles each; tiles past the end of the split are zeros. V does not depend on the kernels before, and is on its way before
-they end.
+A program has one split of a row tile, or of a part of one, and one slice of columns: a warpgroup that multiplies, and a warp that copies. Weights and
+values pass through a ring whose slots hold some KV tiles each; tiles past the end of the split are zeros. V does not depend on the kernels before,
+and is on its way before they end.
 
-The products of a slot stay in flight while the next is waited for: a bare chain, since a reference moves in steps of 8 and seldom. A slot before one
-of whose tiles acc must be rescaled ends the chain, and is multiplied tile by tile. The sums of weights are one more product, so that they have the
+The products of a slot stay in flight while the next is waited for: a bare chain, since a reference moves in steps of 8 and seldom. A slot with a tile
+before which acc must be rescaled ends the chain, and is multiplied tile by tile. The sums of weights are one more product, so that they have the
 order of the others. Fewer than 64 rows cannot be the M of wgmma: there the columns are, and acc is [64, ROWS].
 """
 
@@ -22,6 +22,20 @@ from .few_rows import locate_tile, store_split, visible_tokens
 
 SLICES = gl.constexpr(8)
 OUTSIDE = gl.constexpr(0x40000000)  # a row beyond any tensor
+
+
+@gluon.jit
+def place(BLOCK_ROWS: gl.constexpr, ROWS: gl.constexpr):
+    """(row tile of the scratch memory, first row of it) of a program."""
+    rows = gl.program_id(0) // SLICES
+    return rows // (BLOCK_ROWS // ROWS), rows % (BLOCK_ROWS // ROWS) * ROWS
+
+
+@gluon.jit
+def locate_rows(batch, BLOCK_ROWS: gl.constexpr, ROWS: gl.constexpr, DECODE: gl.constexpr, WARPS: gl.constexpr):
+    """`locate_tile` for the program's part of a row tile."""
+    request, too_long, start, count, position, first_row = locate_tile(batch, BLOCK_ROWS, DECODE, WARPS)
+    return request, too_long, start, count, position, first_row + place(BLOCK_ROWS, ROWS)[1]
 
 
 @gluon.jit
@@ -44,22 +58,24 @@ def expect_slot(bar, TILES: gl.constexpr, ROWS: gl.constexpr, WITH_LSE: gl.const
 
 
 @gluon.jit
-def copy_weights(weights_desc, tile, tiles, block, num_blocks, bar, p, rest, at, ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
+def copy_weights(weights_desc, tile, tiles, row, num_blocks, bar, p, rest, at, BLOCK_ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
     """Weights of a tile of the split; and, for the first slice alone, which stores their sum, what rounding took from them."""
-    row = gl.where(tile < tiles, (block + tile) * ROWS, OUTSIDE)
-    tma.async_copy_global_to_shared(weights_desc, [row, 0], bar, p.index(at))
+    y = gl.where(tile < tiles, row + tile * BLOCK_ROWS, OUTSIDE)
+    tma.async_copy_global_to_shared(weights_desc, [y, 0], bar, p.index(at))
     if WITH_LSE:
-        tma.async_copy_global_to_shared(weights_desc, [row + num_blocks * ROWS, 0], bar, rest.index(at), pred=gl.program_id(0) % SLICES == 0)
+        tma.async_copy_global_to_shared(weights_desc, [y + num_blocks * BLOCK_ROWS, 0], bar, rest.index(at), pred=gl.program_id(0) % SLICES == 0)
 
 
 @gluon.jit
-def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, scratch, ring, ROWS: gl.constexpr, TILES: gl.constexpr,
-             SLOTS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr):
+def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, scratch, ring, BLOCK_ROWS: gl.constexpr, ROWS: gl.constexpr,
+             TILES: gl.constexpr, SLOTS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr,
+             PDL: gl.constexpr):
     SCORES, num_blocks, num_tiles = scratch
     p, rest, v, full, empty = ring
     SLOT: gl.constexpr = TILES * 64  # tokens
     v = v._reinterpret(v.dtype, [SLOTS * SLOT // SEG, 1, 1, SEG, 64], SHARED4)
-    tile = locate_tile(batch, ROWS, DECODE, 1)
+    tile = locate_rows(batch, BLOCK_ROWS, ROWS, DECODE, 1)
+    row_tile, row_of_tile = place(BLOCK_ROWS, ROWS)
     pages = BLOCK_TABLE + tile[0].to(gl.int64) * stride_table
     limit = gl.where(tile[0] < batch[4], batch[6], 0)
     first = split * kv_split
@@ -67,7 +83,7 @@ def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_ro
     end = gl.minimum(first + kv_split, visible_tokens(tile, batch[5], ROWS))
     tiles = (end - first + 63) // 64
     stop = (gl.maximum(end - first, 0) + SLOT - 1) // SLOT * SLOT
-    block = gl.program_id(0) // SLICES * num_tiles + first // 64
+    weights_row = (row_tile * num_tiles + first // 64) * BLOCK_ROWS + row_of_tile
     at_once = gl.minimum(stop, SLOTS * SLOT)
     for offset in range(0, at_once, SEG):
         slot = offset // SLOT
@@ -78,7 +94,7 @@ def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_ro
     if PDL:
         gdc_wait()
     for i in range(0, at_once // 64):
-        copy_weights(weights_desc, i, tiles, block, num_blocks, full.index(i // TILES), p, rest, i, ROWS, WITH_LSE)
+        copy_weights(weights_desc, i, tiles, weights_row, num_blocks, full.index(i // TILES), p, rest, i, BLOCK_ROWS, WITH_LSE)
     for offset in range(SLOTS * SLOT, stop, SEG):
         turn = offset // SLOT
         slot = turn % SLOTS
@@ -87,7 +103,8 @@ def producer(weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_ro
             mbarrier.wait(empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
             expect_slot(bar, TILES, ROWS, WITH_LSE)
         if offset % 64 == 0:
-            copy_weights(weights_desc, offset // 64, tiles, block, num_blocks, bar, p, rest, slot * TILES + offset % SLOT // 64, ROWS, WITH_LSE)
+            at = slot * TILES + offset % SLOT // 64
+            copy_weights(weights_desc, offset // 64, tiles, weights_row, num_blocks, bar, p, rest, at, BLOCK_ROWS, WITH_LSE)
         copy_values(kv_desc, row, offset, end - first - offset, bar, v, slot, TILES, SEG)
         row = segment_row(pages, first + offset + SEG, limit, page_rows, PAGE_SIZE)
 
@@ -127,8 +144,8 @@ def rescale_by(x, before, after, there, AXIS_OF_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(rows, batch, split, scratch, ring, ones_memory, ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SPLIT_TILES: gl.constexpr,
-             DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr):
+def consumer(rows, batch, split, scratch, ring, ones_memory, BLOCK_ROWS: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr,
+             SPLIT_TILES: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr):
     SCORES, num_blocks, num_tiles = scratch
     p, rest, v, full, empty = ring
     num_heads, kv_split = batch[5], rows[5]
@@ -137,13 +154,13 @@ def consumer(rows, batch, split, scratch, ring, ones_memory, ROWS: gl.constexpr,
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS if COLUMNS_AS_M else 8, 16])
     WHOLE: gl.constexpr = gl.BlockedLayout([SPLIT_TILES // 32], [32], [4], [0])  # all of it in every warp
-    tile = locate_tile(batch, ROWS, DECODE, 4)
+    tile = locate_rows(batch, BLOCK_ROWS, ROWS, DECODE, 4)
     first = split * kv_split
     end = gl.minimum(first + kv_split, visible_tokens(tile, num_heads, ROWS))
-    row_tile = gl.program_id(0) // SLICES
+    row_tile, row_of_tile = place(BLOCK_ROWS, ROWS)
     block = row_tile.to(gl.int64) * num_tiles + first // 64
-    refs = SCORES + (num_blocks.to(gl.int64) * (2 * ROWS * 64 + ROWS) + block * ROWS)  # after the first tile of the split
-    flags = (SCORES + num_blocks.to(gl.int64) * (2 * ROWS * 64 + 2 * ROWS)).to(gl.pointer_type(gl.int32)) + block
+    refs = SCORES + (num_blocks.to(gl.int64) * (129 * BLOCK_ROWS) + block * BLOCK_ROWS + row_of_tile)  # after the first tile of the split
+    flags = (SCORES + num_blocks.to(gl.int64) * (130 * BLOCK_ROWS)).to(gl.pointer_type(gl.int32)) + block
     if PDL:
         gdc_wait()
     if (first < end) | (split == 0):  # the first split stores an empty row too
@@ -177,11 +194,11 @@ def consumer(rows, batch, split, scratch, ring, ones_memory, ROWS: gl.constexpr,
                 for u in gl.static_range(TILES):
                     at = stop * TILES + u
                     there = (at > 0) & (at < tiles)  # before the first tile of a split acc is 0
-                    after = refs + at * ROWS
-                    acc = rescale_by(acc, after - ROWS, after, there, AXIS_OF_ROWS)
-                    totals = rescale_by(totals, after - ROWS, after, there, AXIS_OF_ROWS)
+                    after = refs + at * BLOCK_ROWS
+                    acc = rescale_by(acc, after - BLOCK_ROWS, after, there, AXIS_OF_ROWS)
+                    totals = rescale_by(totals, after - BLOCK_ROWS, after, there, AXIS_OF_ROWS)
                     if WITH_LSE:
-                        rests = rescale_by(rests, after - ROWS, after, there, AXIS_OF_ROWS)
+                        rests = rescale_by(rests, after - BLOCK_ROWS, after, there, AXIS_OF_ROWS)
                     acc, totals, rests = tile_products(acc, totals, rests, ones, p, rest, v, slot * TILES + u, COLUMNS_AS_M, WITH_LSE)
                     acc, totals, rests = products_done(acc, totals, rests, 0, WITH_LSE)
                 mbarrier.arrive(empty.index(slot), count=1)
@@ -191,9 +208,9 @@ def consumer(rows, batch, split, scratch, ring, ones_memory, ROWS: gl.constexpr,
         ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         total = gl.convert_layout(gl.max(totals, 1 - AXIS_OF_ROWS), ROW)  # equal along a row
         rest_sum = gl.convert_layout(gl.max(rests, 1 - AXIS_OF_ROWS), ROW)
-        last = refs + (tiles - 1) * ROWS + gl.arange(0, ROWS, ROW)
+        last = refs + (tiles - 1) * BLOCK_ROWS + gl.arange(0, ROWS, ROW)
         ref = gl.load(last, mask=gl.full([ROWS], tiles, gl.int32, ROW) > 0, other=float("-inf"))
-        store_split(ref, total, rest_sum, (acc,), tile, split, row_tile, gl.program_id(0) % SLICES * 64, rows, num_heads, ROWS, WITH_LSE)
+        store_split(ref, total, rest_sum, (acc,), tile, split, gl.program_id(0) // SLICES, gl.program_id(0) % SLICES * 64, rows, num_heads, ROWS, WITH_LSE)
 
 
 @gluon.jit(
@@ -205,10 +222,11 @@ def hopper_values_kernel(
     weights_desc, kv_desc, BLOCK_TABLE, CU_SEQLENS_Q, SEQ_LENS, SCORES, OUT, LSE, PARTIALS,
     page_rows, stride_table, stride_out_token, stride_out_head,
     num_tokens, batch_size, num_heads, max_seq_len, kv_split, first_row_tile, num_splits, num_rows, num_blocks, num_tiles,
-    ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SPLIT_TILES: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr,
-    DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, ROWS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, SPLIT_TILES: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    SEG: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr,
 ):
-    """Grid (row tiles of a wave * value slices, splits). ``page_rows``: rows from a page to the next; SPLIT_TILES: at least those of a split."""
+    """Grid (row tiles of a wave * parts of ROWS rows * value slices, splits). ``page_rows``: rows from a page to the next; SPLIT_TILES: at least
+    those of a split."""
     if PDL:
         gdc_launch_dependents()
     DTYPE: gl.constexpr = kv_desc.dtype
@@ -225,12 +243,12 @@ def hopper_values_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     split = gl.program_id(1)
-    batch = (first_row_tile + gl.program_id(0) // SLICES, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len)
+    batch = (first_row_tile + place(BLOCK_ROWS, ROWS)[0], CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len)
     rows = (OUT, LSE, PARTIALS, stride_out_token, stride_out_head, kv_split, num_splits, num_rows)
     scratch = (SCORES, num_blocks, num_tiles)
     ring = (p, rest, v, full, empty)
     gl.warp_specialize([
-        (consumer, (rows, batch, split, scratch, ring, ones, ROWS, TILES, SLOTS, SPLIT_TILES, DECODE, WITH_LSE, PDL)),
-        (producer, (weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, scratch, ring, ROWS, TILES, SLOTS, PAGE_SIZE, SEG,
-                    DECODE, WITH_LSE, PDL)),
+        (consumer, (rows, batch, split, scratch, ring, ones, BLOCK_ROWS, ROWS, TILES, SLOTS, SPLIT_TILES, DECODE, WITH_LSE, PDL)),
+        (producer, (weights_desc, kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, scratch, ring, BLOCK_ROWS, ROWS, TILES, SLOTS,
+                    PAGE_SIZE, SEG, DECODE, WITH_LSE, PDL)),
     ], [1], [40])
