@@ -162,8 +162,9 @@ def two_phase_steps(
     plan: AttentionPlan, strides: Strides, row_tiles: int, sizes: tuple[int, ...], wave: tuple[int, ...], with_lse: bool
 ) -> list[Step]:
     """For a wave of row tiles: all scores, all weights, and the values; ``sizes`` and ``wave`` as values_kernel has them."""
+    from .kernels.hopper.two_phase_copies import SLICES
     from .kernels.hopper.two_phase_scores import hopper_scores_kernel
-    from .kernels.hopper.two_phase_values import SLICES, hopper_values_kernel
+    from .kernels.hopper.two_phase_values import hopper_values_kernel
     from .kernels.hopper.two_phase_weights import hopper_weights_kernel
 
     page, slot = strides.kv_cache

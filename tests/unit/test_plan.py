@@ -151,6 +151,12 @@ def test_schedules_and_orders_have_no_field_in_common():
     assert not names(Schedule) & names(ReductionOrder)
 
 
+@pytest.mark.parametrize("form, rows", [("hopper", 32), ("hopper_few", 64), ("hopper_two_phase", 128)])
+def test_rows_that_a_form_does_not_take(form, rows):
+    with pytest.raises(ValueError, match=f"block_rows={rows} must be .* with form='{form}'"):
+        Schedule(form, rows)
+
+
 FACTS = {
     "num_tokens": 4,
     "batch_size": 4,
