@@ -13,6 +13,7 @@ import triton
 
 from .kernels.hopper import available
 from .launch import COMBINE_AHEAD, Step, Strides, pick
+from .phases import VALUE_SLICES
 from .plan import HOPPER_ROWS, AttentionPlan, hopper_refusal, hopper_tile
 
 AXIS = 1 << 30
@@ -162,7 +163,6 @@ def two_phase_steps(
     plan: AttentionPlan, strides: Strides, row_tiles: int, sizes: tuple[int, ...], wave: tuple[int, ...], with_lse: bool
 ) -> list[Step]:
     """For a wave of row tiles: all scores, all weights, and the values; ``sizes`` and ``wave`` as values_kernel has them."""
-    from .kernels.hopper.two_phase_copies import SLICES
     from .kernels.hopper.two_phase_scores import hopper_scores_kernel
     from .kernels.hopper.two_phase_values import hopper_values_kernel
     from .kernels.hopper.two_phase_weights import hopper_weights_kernel
@@ -185,7 +185,7 @@ def two_phase_steps(
         hopper_weights_kernel, (row_tiles, plan.num_score_programs), _WEIGHTS, (*sizes, split, wave[0], *blocks),
         {"ROWS": block_rows, "STEP": plan.order.reference_step, "DECODE": plan.decode, **ends}, {"num_warps": 4, **dependent})
     values = Step(
-        hopper_values_kernel, (row_tiles * (block_rows // rows) * SLICES.value, plan.num_splits), _VALUES,
+        hopper_values_kernel, (row_tiles * (block_rows // rows) * VALUE_SLICES, plan.num_splits), _VALUES,
         (page // slot, strides.block_table, *strides.out, *sizes, split, *wave, *blocks),
         {"BLOCK_ROWS": block_rows, "ROWS": rows, "TILES": tiles, "SLOTS": slots, "SPLIT_TILES": max(32, triton.next_power_of_2(split // 64)), **paging,
          **ends},

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .phases import rows_of_values, scores_size
 from .tuning import ARCHITECTURES, DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, ROW_SUMS, PrefillOrder, ReductionOrder, Schedule
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -26,7 +27,6 @@ HOPPER_DIMS = (512, 64)
 HOPPER_ROWS = 64
 HOPPER_LEAST_HEADS = 8
 HOPPER_ITEM_INTS = 8
-HOPPER_VALUE_SLICES = 8
 # Widest head of a prefill, for nope, rope and value columns alike.
 MAX_HEAD_DIM = 256
 # Tokens of a request that a paged prefill up-projects at a time: a quarter of a GB of keys and values for 128 heads of DeepSeek-V3.
@@ -125,7 +125,7 @@ class AttentionPlan:
         """fp32 elements behind the partials: the scores of the two-phase forms, the list of work and the folds of the Hopper form."""
         if self.schedule.form == "hopper":
             return self.work_size + self.num_programs * HOPPER_ROWS * (self.kv_lora_rank + 2 * 3)
-        return self.wave_row_tiles * _scores_per_row_tile(self.schedule, self.num_tiles, self.order.block_n)
+        return self.wave_row_tiles * scores_size(self.schedule, self.num_tiles, self.order.block_n)
 
     @property
     def workspace_bytes(self) -> int:
@@ -144,22 +144,6 @@ class AttentionPlan:
 
 def _partials_per_row(num_splits: int, kv_lora_rank: int) -> int:
     return num_splits * (kv_lora_rank + 3) + 2 if num_splits > 1 else 0
-
-
-def _scores_per_row_tile(schedule: Schedule, num_tiles: int, block_n: int) -> int:
-    """fp32 elements. On Hopper two 16-bit values in addition to each score, two references a row and KV tile, and a flag a KV tile."""
-    rows = schedule.block_rows
-    if schedule.form == "hopper_two_phase":
-        return num_tiles * (rows * (2 * block_n + 2) + 1)
-    return rows * num_tiles * block_n if schedule.form == "two_phase" else 0
-
-
-def _value_rows(block_rows: int, splits: int, num_sms: int) -> int:
-    """Few rows a program while all programs run at once: values are read once for each part of a row tile."""
-    for rows in (16, 32):
-        if rows < block_rows and splits * (block_rows // rows) * HOPPER_VALUE_SLICES <= num_sms:
-            return rows
-    return block_rows
 
 
 def _row_tiles(num_tokens: int, batch_size: int, num_heads: int, block_rows: int, decode: bool) -> int:
@@ -274,7 +258,7 @@ def plan_attention(
         schedule = choose_schedule(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, num_splits=num_splits, dtype=dtype,
                                    decode=decode, arch=arch, num_sms=num_sms, hopper=refusal is None)
     num_tiles = num_splits * (order.kv_split // order.block_n)
-    tile_bytes = 4 * (schedule.block_rows * _partials_per_row(num_splits, kv_lora_rank) + _scores_per_row_tile(schedule, num_tiles, order.block_n))
+    tile_bytes = 4 * (schedule.block_rows * _partials_per_row(num_splits, kv_lora_rank) + scores_size(schedule, num_tiles, order.block_n))
     programs, value_rows = 0, 0
     if schedule.form == "hopper":
         row_tiles = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode)
@@ -284,9 +268,9 @@ def plan_attention(
     else:
         row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
         wave = _wave(row_tiles, tile_bytes, MAX_WORKSPACE_BYTES)
-        if schedule.form == "hopper_two_phase":  # one program fits a multiprocessor
-            programs = min(num_tiles, max(1, num_sms // wave))
-            value_rows = _value_rows(schedule.block_rows, wave * num_splits, num_sms)
+        if schedule.form == "hopper_two_phase":
+            busy = wave if decode else min(wave, max(batch_size, -(-num_tokens * num_heads // schedule.block_rows)))
+            programs, value_rows = min(num_tiles, max(1, num_sms // busy)), rows_of_values(schedule.block_rows, busy * num_splits, num_sms)
     return AttentionPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim, dtype=dtype, page_size=page_size, decode=decode, arch=arch, order=order, schedule=schedule,
