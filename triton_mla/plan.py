@@ -189,13 +189,16 @@ def choose_schedule(
     if dtype == torch.float32:
         return table.fp32
     items16 = _row_tiles(num_tokens, batch_size, num_heads, 16, decode) * num_splits
-    if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // 8):
+    hopper_few = table.hopper_few if hopper else None
+    if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // (12 if hopper_few else 8)):
         return table.few
+    if hopper_few is not None and items16 <= num_sms:
+        return hopper_few
     rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
     if table.rows64 is not None and rows_per_request >= table.rows64.block_rows // 2:
-        items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
-        if table.hopper is not None and hopper and items >= num_sms * 3 // 8:
+        if table.hopper is not None and hopper:
             return table.hopper
+        items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
         if rows_per_request > table.rows64.block_rows // 2 and items >= num_sms * 3 // 4:
             return table.rows64
     if table.full16 is not None and items16 >= 4 * num_sms:

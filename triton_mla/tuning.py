@@ -181,6 +181,7 @@ class Architecture:
     Attributes:
         shared_memory: bytes that one program may use.
         few: while there are few (row tile, split) items, and wherever no one-pass kernel fits the shared memory.
+        hopper_few: from then on until the items are one for each multiprocessor, where `plan.hopper_refusal` names no reason.
         rows16: one pass, tiles of few rows; full16: the same on a full machine, where two programs fit one multiprocessor.
         rows64: one pass, tiles of as many rows as fit, up to 64; hopper: in its place where `plan.hopper_refusal` names no reason.
         fp32: fp32 caches, whatever the amount.
@@ -189,6 +190,7 @@ class Architecture:
     name: str
     shared_memory: int
     few: Schedule
+    hopper_few: Schedule | None = None
     rows16: Schedule | None = None
     full16: Schedule | None = None
     rows64: Schedule | None = None
@@ -209,6 +211,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "sm_90": Architecture(
         "sm_90", 232_448,
         few=Schedule(form="two_phase", num_stages=4, score_warps=8, pdl=True),
+        hopper_few=Schedule(form="hopper_few", num_warps=8, num_stages=3, pdl=True),
         rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
         full16=Schedule(num_warps=4, num_stages=2, pdl=True),
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
