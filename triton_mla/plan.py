@@ -291,6 +291,7 @@ class PrefillPlan:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    kv_lora_rank: int
     dtype: torch.dtype
     chunk_tokens: int
     num_chunks: int
@@ -298,12 +299,15 @@ class PrefillPlan:
     request_group: int
 
     @property
-    def sections(self) -> tuple[int, int, int, int, int]:
-        """Bytes of the workspace's parts: keys and values [request_group * chunk_tokens, head_wave, nope + v], rope keys [request_group *
-        chunk_tokens, P], and the state's acc, sums and reference (none where every request has one chunk). Each is a multiple of 16."""
+    def sections(self) -> tuple[int, int, int, int, int, int]:
+        """Bytes of the workspace's parts: keys and values [request_group * chunk_tokens, head_wave, nope + v], latents [request_group *
+        chunk_tokens, R] and rope keys [request_group * chunk_tokens, P], and the state's acc, sums and reference (none where every request has
+        one chunk). Each is a multiple of 16."""
         tokens, rows = self.request_group * self.chunk_tokens, self.num_tokens * self.head_wave if self.num_chunks > 1 else 0
-        kv = tokens * self.head_wave * (self.qk_nope_head_dim + self.v_head_dim) * self.dtype.itemsize
-        return kv, tokens * self.qk_rope_head_dim * self.dtype.itemsize, 4 * rows * self.v_head_dim, 4 * rows * ROW_SUMS, 16 * -(-rows // 4)
+        of_token = tokens * self.dtype.itemsize
+        kv = of_token * self.head_wave * (self.qk_nope_head_dim + self.v_head_dim)
+        return (kv, of_token * self.kv_lora_rank, of_token * self.qk_rope_head_dim, 4 * rows * self.v_head_dim, 4 * rows * ROW_SUMS,
+                16 * -(-rows // 4))
 
     @property
     def workspace_bytes(self) -> int:
@@ -320,6 +324,7 @@ def plan_prefill(
     qk_nope_head_dim: int = 128,
     qk_rope_head_dim: int = 64,
     v_head_dim: int = 128,
+    kv_lora_rank: int = 512,
     dtype: torch.dtype = torch.bfloat16,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     order: PrefillOrder = DEFAULT_PREFILL_ORDER,
@@ -335,6 +340,7 @@ def plan_prefill(
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_NUM_HEADS:
         raise ValueError(f"num_heads={num_heads!r} must be an int from 1 to {MAX_NUM_HEADS}")
     check_head_dims(qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+    check_dims(kv_lora_rank, 0)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {DTYPES}")
     if not isinstance(order, PrefillOrder):
@@ -344,15 +350,15 @@ def plan_prefill(
     num_chunks = max(1, -(-max_seq_len // chunk_tokens))
     chunk = min(chunk_tokens, max(1, -(-max_seq_len // order.block_n)) * order.block_n)  # a single chunk may be shorter
 
-    pe_bytes = chunk * qk_rope_head_dim * dtype.itemsize
+    row_bytes = chunk * (kv_lora_rank + qk_rope_head_dim) * dtype.itemsize  # of the cache
     kv_bytes = chunk * (qk_nope_head_dim + v_head_dim) * dtype.itemsize  # of a head
     state_bytes = 4 * num_tokens * (v_head_dim + ROW_SUMS + 1) if num_chunks > 1 else 0  # of a head
     room = MAX_WORKSPACE_BYTES - 16  # the last part is rounded up to 16
-    requests = max(1, min(batch_size, (room - state_bytes * num_heads) // (kv_bytes * num_heads + pe_bytes)))
-    heads = num_heads if requests > 1 else max(1, min(num_heads, (room - pe_bytes) // (kv_bytes + state_bytes)))
+    requests = max(1, min(batch_size, (room - state_bytes * num_heads) // (kv_bytes * num_heads + row_bytes)))
+    heads = num_heads if requests > 1 else max(1, min(num_heads, (room - row_bytes) // (kv_bytes + state_bytes)))
     return PrefillPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, qk_nope_head_dim=qk_nope_head_dim,
-        qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, dtype=dtype, chunk_tokens=chunk, num_chunks=num_chunks,
+        qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, kv_lora_rank=kv_lora_rank, dtype=dtype, chunk_tokens=chunk, num_chunks=num_chunks,
         head_wave=heads, request_group=requests,
     )
 

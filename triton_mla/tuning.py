@@ -115,13 +115,20 @@ class PrefillSchedule:
 
 @dataclass(frozen=True)
 class ProductSchedule:
-    """Tiles of the up-projection: block_s tokens, block_o columns, block_k latent columns of a product. No field can change a bit."""
+    """Tiles of the up-projection: block_s tokens, block_o columns, block_k latent columns of a product. No field can change a bit.
+
+    Attributes:
+        tma: persistent programs that read and write by descriptors, where sizes and strides allow it (sm_90).
+        subtiles: with ``tma``, the runs of columns, 1 or 2, in which a tile is stored.
+    """
 
     block_s: int = 128
     block_o: int = 128
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
+    tma: bool = False
+    subtiles: int = 1
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,8 @@ PREFILL_TABLES: dict[str, PrefillTable] = {
     "sm_86": _PREFILL_SMALL,
     "sm_89": _PREFILL_SMALL,
     "sm_90": PrefillTable(
-        narrow=PrefillSchedule(form="hopper"), wide=PrefillSchedule(block_m=64, num_stages=1), fp32=_PREFILL_FP32, product=ProductSchedule(),
+        narrow=PrefillSchedule(form="hopper"), wide=PrefillSchedule(block_m=64, num_stages=1), fp32=_PREFILL_FP32,
+        product=ProductSchedule(block_o=256, num_stages=4, tma=True, subtiles=2),
     ),
     "sm_100": _PREFILL_SMALL,
     "sm_120": _PREFILL_SMALL,
