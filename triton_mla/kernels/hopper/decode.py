@@ -133,12 +133,11 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
         next_pos, next_end, next_seen, next_slot = load_run(WORK, unit, gl.where(last, units, 0), SLICES)  # its latency is hidden behind the softmax
         if gl.minimum(seen, stop) < pos + (64 * W + 64):
             s = mask_scores(s, seen - pos - 64 * W, stop - pos - 64 * W, HEADS)
-        if SLICES > 1:
-            z += (open_split >> 2) & (2 * SLICES - 2)  # twice the slice
+        part = z if SLICES == 1 else (open_split >> 2) & (2 * SLICES - 2)  # twice the slice of the unit
         if W == 0:
-            acc, ref = relay_0(s, acc, ref, fresh, z, buffers, bars, phase, scale, SLICES, WITH_LSE)
+            acc, ref = relay_0(s, acc, ref, fresh, part, buffers, bars, phase, scale, SLICES, WITH_LSE)
         else:
-            acc, sums, ref, rest = relay_1(s, acc, sums, ref, z, buffers, bars, phase, scale, SLICES, WITH_LSE)
+            acc, sums, ref, rest = relay_1(s, acc, sums, ref, part, buffers, bars, phase, scale, SLICES, WITH_LSE)
         pair += 1
         pos = gl.minimum(pos + 128, stop)
         fresh = over.to(gl.int32)

@@ -1,8 +1,8 @@
 """A pair of KV tiles in the Hopper decode: how the two warpgroups pass its softmax on to each other (the table in decode.py).
 
 The arithmetic is that of `_common.softmax_step` and `_common.sum_weights`. ``buffers`` and ``bars``: decode.py and decode_copies.py. Row values
-in shared memory: the reference after tiles 0 and 1, sums of a split's rounded weights, and of what rounding took from them. ``first``: the first
-of the 4 * SLICES parts of K that are this program's value columns.
+in shared memory: the reference after tiles 0 and 1, sums of a split's rounded weights, and of what rounding took from them. ``part``: where
+in K, cut into 4 * SLICES parts, the value columns of tile 0 and warpgroup 0 lie.
 """
 
 from triton.experimental import gluon
@@ -54,7 +54,7 @@ def spread(x):
 
 
 @gluon.jit
-def relay_0(s, acc, ref, fresh, first, buffers, bars, phase, scale, SLICES: gl.constexpr, WITH_LSE: gl.constexpr):
+def relay_0(s, acc, ref, fresh, part, buffers, bars, phase, scale, SLICES: gl.constexpr, WITH_LSE: gl.constexpr):
     q, rope, k, k_rope, p0, row, ones = buffers
     LEFT_OF_ACC: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     values = k._reinterpret(k.dtype, [4 * SLICES, 64, 256 // SLICES], SHARED)
@@ -71,7 +71,7 @@ def relay_0(s, acc, ref, fresh, first, buffers, bars, phase, scale, SLICES: gl.c
         rest = gl.where(fresh != 0, 0.0, row.index(3).load(ROW))
         rests = warpgroup_mma(rest_of(p, rounded), ones.permute((1, 0)), rescale(spread(rest), alpha), is_async=True)
     acc = rescale(acc, alpha)
-    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), values.index(first), acc, is_async=True)
+    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), values.index(part), acc, is_async=True)
     if WITH_LSE:
         rests = warpgroup_mma_wait(1, deps=[rests])
         row.index(3).store(row_values(rests))
@@ -83,13 +83,13 @@ def relay_0(s, acc, ref, fresh, first, buffers, bars, phase, scale, SLICES: gl.c
     mbarrier.arrive(bars[K_EMPTY], count=1)
     acc = rescale(acc, alpha)
     mbarrier.wait(bars[P1_READY], phase)
-    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(rope, values.index(first + 2 * SLICES), acc, is_async=True)])
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(rope, values.index(part + 2 * SLICES), acc, is_async=True)])
     mbarrier.arrive(bars[K_EMPTY + 2], count=1)
     return acc, ref
 
 
 @gluon.jit
-def relay_1(s, acc, sums, ref, first, buffers, bars, phase, scale, SLICES: gl.constexpr, WITH_LSE: gl.constexpr):
+def relay_1(s, acc, sums, ref, part, buffers, bars, phase, scale, SLICES: gl.constexpr, WITH_LSE: gl.constexpr):
     """Also the row sums of tiles 0 and 1, and of the rests of tile 1."""
     q, rope, k, k_rope, p0, row, ones = buffers
     LEFT_OF_ACC: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -102,7 +102,7 @@ def relay_1(s, acc, sums, ref, first, buffers, bars, phase, scale, SLICES: gl.co
     acc = rescale(acc, alpha)
     sums = rescale(sums, alpha)
     p_sum = warpgroup_mma(p0, ones.permute((1, 0)), sums, is_async=True)
-    pv = warpgroup_mma(p0, values.index(first + 1), acc, is_async=True)
+    pv = warpgroup_mma(p0, values.index(part + 1), acc, is_async=True)
     ref = gl.maximum(ref0, own)
     row.index(1).store(ref)
     mbarrier.arrive(bars[REF1_READY], count=1)
@@ -121,7 +121,7 @@ def relay_1(s, acc, sums, ref, first, buffers, bars, phase, scale, SLICES: gl.co
         rests = warpgroup_mma(rest_of(p, rounded), ones.permute((1, 0)), rescale(spread(row.index(3).load(ROW)), alpha), is_async=True)
     acc = rescale(acc, alpha)
     p_sum = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_SUMS, assert_trivial=True), ones.permute((1, 0)), sums, is_async=True)
-    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), values.index(first + 2 * SLICES + 1), acc, is_async=True)
+    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), values.index(part + 2 * SLICES + 1), acc, is_async=True)
     if WITH_LSE:
         rests, sums, acc = warpgroup_mma_wait(0, deps=[rests, p_sum, pv])
         rest = row_values(rests)

@@ -51,8 +51,8 @@ def hopper_decode_work_kernel(
     HEADS: tl.constexpr, BATCH: tl.constexpr, DECODE: tl.constexpr, WITH_LSE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (any), BATCH > batch_size. At 64 * work_at of PARTIALS, int32: a head [8], which is the number of items and 0, where programs count
-    the units that they have taken besides the first one each (decode.py); and the items [room, 8]: first token, end, tokens that the tile's first query token sees,
-    that token, block of heads + 256 * query tokens, request, partial of the first row or -1.
+    the units (decode.py) that they have taken besides the first one each; and the items [room, 8]: first token, end, tokens that the tile's
+    first query token sees, that token, block of heads + 256 * query tokens, request, partial of the first row or -1.
 
     Items come by falling length, so that who is done early takes small ones. The blocks of heads of a split lie side by
     side, so that its latent rows come from memory once (128 requests of 8192 tokens and 128 heads: 647 against 568 us, H200).
