@@ -30,7 +30,7 @@ HOPPER = ARCHITECTURES["sm_90"].hopper
 # Spilled registers of a warpgroup in the loop over pairs of KV tiles, stores and loads: (without lse, with it). Scalars and addresses, for the
 # most part used when a split is stored.
 SPILLS = (32, 48)
-SLICED_SPILLS = 16  # a warpgroup then has half the accumulators, or a quarter
+SLICED_SPILLS = 20  # a warpgroup then has half the accumulators, or a quarter
 FEW = {rows: Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)}
 
 
@@ -180,7 +180,7 @@ def test_slices_are_planned_as_more_programs(slices: int) -> None:
         one, plan = (plan_of(num_tokens=tokens, batch_size=tokens, schedule=schedule) for schedule in (HOPPER, sliced))
         assert (one.num_programs, plan.num_programs) == (min(132, programs), min(132, slices * programs))
         assert (plan.num_row_tiles, plan.num_splits) == (one.num_row_tiles, one.num_splits) == (2 * tokens, 8)
-        assert plan.portable() == one.portable()
+        assert plan.portable().schedule == one.portable().schedule
         assert plan.wave_row_tiles == min(2 * tokens, -(-8 * 132 // (9 * slices)))
         assert plan.workspace_bytes >= plan.portable().workspace_bytes
 
