@@ -132,7 +132,7 @@ class AttentionPlan:
         """The plan without a Hopper form: for calls that it does not serve. No bit changes."""
         if not self.schedule.form.startswith("hopper"):
             return self
-        schedule = replace(self.schedule, form="one_pass")
+        schedule = replace(self.schedule, form="one_pass", value_slices=1)
         row_tiles = _row_tiles(self.num_tokens, self.batch_size, self.num_heads, schedule.block_rows, self.decode)
         wave = _wave(row_tiles, 4 * _partials_per_row(self.num_splits, self.kv_lora_rank) * schedule.block_rows, MAX_WORKSPACE_BYTES)
         return replace(self, schedule=schedule, num_row_tiles=row_tiles, wave_row_tiles=wave, num_programs=0)
@@ -261,9 +261,10 @@ def plan_attention(
     programs = 0
     if schedule.form == "hopper":
         row_tiles = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode)
+        slices = schedule.value_slices
         # kernels/hopper/decode_work.py: only so many row tiles are not folded
-        wave = _wave(min(row_tiles, -(-8 * num_sms // 9)), row_bytes * schedule.block_rows, 2 * MAX_WORKSPACE_BYTES)
-        programs = max(1, min(num_sms, row_tiles * num_splits))
+        wave = _wave(min(row_tiles, -(-8 * num_sms // (9 * slices))), row_bytes * schedule.block_rows, 2 * MAX_WORKSPACE_BYTES)
+        programs = max(1, min(num_sms, row_tiles * num_splits * slices))
     else:
         row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
         wave = _wave(row_tiles, row_bytes * schedule.block_rows, MAX_WORKSPACE_BYTES)

@@ -156,6 +156,7 @@ class Schedule:
         block_k: latent columns of a product in the scores kernel (two phases).
         score_warps: warps of the scores kernel (two phases).
         pdl: programmatic dependent launch between the kernels of a call (sm_90 and newer).
+        value_slices: programs that share the value columns of a work item, each of which computes all its scores ("hopper").
     """
 
     form: Form = "one_pass"
@@ -166,12 +167,13 @@ class Schedule:
     block_k: int = 512
     score_warps: int = 4
     pdl: bool = False
+    value_slices: int = 1
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
             raise ValueError(f"form={self.form!r} must be one of {get_args(Form)}")
         for name, allowed in (("block_rows", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("score_warps", (1, 2, 4, 8)),
-                              ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512))):
+                              ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512)), ("value_slices", (1, 2, 4))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
         _positive_int("num_stages", self.num_stages, "a positive int")
@@ -179,6 +181,8 @@ class Schedule:
             raise ValueError(f"block_rows={self.block_rows!r} must be 64 with form='hopper'")
         if self.form == "hopper_few" and self.block_rows not in (16, 32):
             raise ValueError(f"block_rows={self.block_rows!r} must be 16 or 32 with form='hopper_few'")
+        if self.form != "hopper" and self.value_slices != 1:
+            raise ValueError(f"value_slices={self.value_slices!r} must be 1 with form={self.form!r}")
 
 
 @dataclass(frozen=True)
