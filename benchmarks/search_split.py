@@ -92,13 +92,6 @@ def describe(schedule: Schedule) -> str:
     return "/".join(str(value) for value in dataclasses.asdict(schedule).values())
 
 
-def tabled(arch: str) -> list[Schedule]:
-    """The schedules of an architecture's table for 16-bit caches."""
-    table = ARCHITECTURES[arch]
-    values = [getattr(table, field.name) for field in dataclasses.fields(table) if field.name != "fp32"]
-    return [value for value in values if isinstance(value, Schedule)]
-
-
 def schedules(base: Schedule) -> list[Schedule]:
     """One-pass schedules, and two-phase ones with the values kernel or the scores kernel varied."""
     common = {"block_rows": (16, 64), "pdl": (base.pdl,), "form": ("two_phase",)}
@@ -119,7 +112,7 @@ def plans(workload: Workload, device: torch.device | str, splits: Sequence[int],
     for split in splits:
         order = ReductionOrder(kv_split=split)
         default = plan_for(workload, device, order)
-        candidates = [default.schedule, *tabled(default.arch), *(schedules(default.schedule) if every_schedule else [])]
+        candidates = [default.schedule, *ARCHITECTURES[default.arch].schedules(), *(schedules(default.schedule) if every_schedule else [])]
         for schedule in dict.fromkeys(candidates):
             try:
                 found.append((Variant(split, schedule), plan_for(workload, device, order, schedule)))

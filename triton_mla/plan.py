@@ -197,7 +197,8 @@ def choose_schedule(
     rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
     if table.rows64 is not None and rows_per_request >= table.rows64.block_rows // 2:
         if table.hopper is not None and hopper:
-            return table.hopper
+            hopper_items = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode) * num_splits
+            return replace(table.hopper, value_slices=next((n for n in (4, 2) if n * hopper_items <= num_sms), 1))
         items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
         if rows_per_request > table.rows64.block_rows // 2 and items >= num_sms * 3 // 4:
             return table.rows64

@@ -208,6 +208,12 @@ class Architecture:
     hopper: Schedule | None = None
     fp32: Schedule = field(default_factory=lambda: Schedule(form="two_phase", num_stages=1, block_k=32))
 
+    def schedules(self) -> list[Schedule]:
+        """All that 16-bit caches may take."""
+        sliced = [replace(self.hopper, value_slices=n) for n in (2, 4)] if self.hopper else []
+        named = [self.few, self.hopper_few, self.rows16, self.full16, self.rows64, self.hopper, *sliced]
+        return list(dict.fromkeys(schedule for schedule in named if schedule is not None))
+
 
 _SMALL = Schedule(form="two_phase", num_stages=3, block_k=128)
 _ROWS16 = Schedule(num_warps=8, num_stages=2)
