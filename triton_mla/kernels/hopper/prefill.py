@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .copies import SHARED, producer
-from .registers import SCORES, TILE
+from .registers import SCORES, TILE, full_like
 from .rows import load_acc, load_sums, mask_last, record_tiles, store_item
 from .softmax import add_sums, first_step, operand, rescale, step
 
@@ -92,6 +92,8 @@ def begin(s, n, tiles, record, q_empty, rows, scale, DTYPE: gl.constexpr, W: gl.
         mbarrier.arrive(q_empty.index(W), count=1)
     ref, total = load_sums(rows, record, n, W, RESUME)
     ref, alpha, p = first_step(s, ref, scale)
+    if not RESUME:
+        alpha = full_like(alpha, 1.0)  # nothing to rescale: O and the sums are 0
     return add_sums(total, alpha, p), ref, alpha, operand(p, DTYPE)
 
 
