@@ -43,7 +43,7 @@ class Job:
         if isinstance(w, Absorbed) and self.planned:
             plan = plan_for(w, device, self.order, self.schedule)
             # The Hopper kernels are made for a number of heads, and take split sizes as numbers; the others the other way round.
-            own = hopper_tile(w.heads) if plan.schedule.form == "hopper" else plan.order
+            own = hopper_tile(w.heads) if plan.schedule.form.startswith("hopper") else plan.order
             return plan.schedule, own, plan.decode, plan.num_splits > 1, w.dtype, w.page_size
         if isinstance(w, Absorbed):
             return self.implementation, w.op, w.heads, w.seq_len, w.q_len

@@ -2,7 +2,8 @@
 
 Split sizes change bits, so one is chosen for all workloads: the one whose worst regret (its time over the best split's
 time of the same workload) is smallest. Schedules change no bit, which is checked here: under one order every schedule
-must give the bytes of the first. `--schedules` times them all and prints the best of each workload, for the tables.
+must give the bytes of the first. Of each split the plan's own schedule is timed beside all others of the architecture's
+table; `--schedules` adds a grid of portable ones that it does not have.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.timing import Timing, measure_ceilings
 from benchmarks.workloads import Workload, grid, parse
 from triton_mla.plan import AttentionPlan
 from triton_mla.testing import bitwise_equal
-from triton_mla.tuning import ReductionOrder, Schedule
+from triton_mla.tuning import ARCHITECTURES, ReductionOrder, Schedule
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +93,17 @@ def describe(schedule: Schedule) -> str:
 
 
 def schedules(base: Schedule) -> list[Schedule]:
-    """`base` first; then one-pass schedules, and two-phase ones with the values kernel or the scores kernel varied."""
+    """One-pass schedules, and two-phase ones with the values kernel or the scores kernel varied."""
     common = {"block_rows": (16, 64), "pdl": (base.pdl,), "form": ("two_phase",)}
     grids: list[dict[str, tuple[Any, ...]]] = [
         {"block_rows": (16, 32, 64), "num_warps": (4, 8), "num_stages": (1, 2, 3), "pdl": (base.pdl,)},
         {**common, "num_warps": (4, 8), "num_stages": (3, 5), "block_v": (32, 64, 128), "score_warps": (8,)},
         {**common, "num_warps": (8,), "num_stages": (5,), "block_k": (128, 512), "score_warps": (4, 8)},
     ]
-    found = [base, dataclasses.replace(base, pdl=not base.pdl)]
+    found = [dataclasses.replace(base, pdl=not base.pdl)]
     for axes in grids:
         found += [Schedule(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
-    return list(dict.fromkeys(found))
+    return found
 
 
 def plans(workload: Workload, device: torch.device | str, splits: Sequence[int], every_schedule: bool) -> list[tuple[Variant, AttentionPlan]]:
@@ -111,7 +112,8 @@ def plans(workload: Workload, device: torch.device | str, splits: Sequence[int],
     for split in splits:
         order = ReductionOrder(kv_split=split)
         default = plan_for(workload, device, order)
-        for schedule in schedules(default.schedule) if every_schedule else [default.schedule]:
+        candidates = [default.schedule, *ARCHITECTURES[default.arch].schedules(), *(schedules(default.schedule) if every_schedule else [])]
+        for schedule in dict.fromkeys(candidates):
             try:
                 found.append((Variant(split, schedule), plan_for(workload, device, order, schedule)))
             except ValueError as error:
@@ -195,18 +197,17 @@ def regrets(cells: Iterable[Cell], splits: Sequence[int]) -> dict[int, dict[str,
     return result
 
 
-def cell_lines(cell: Cell, splits: Sequence[int], every_schedule: bool) -> list[str]:
-    """The cell in print: the best time of each split size and, when schedules are searched, the three best of each."""
+def cell_lines(cell: Cell, splits: Sequence[int]) -> list[str]:
+    """The cell in print: the best time of each split size, then the three best schedules of each beside the plan's own."""
     best = [f"{split} {v.timing.median:.1f}" for split in splits if (v := cell.best(split)) and v.timing]
     others = [f"{name} {t.median:.1f}" for name, t in cell.peers.items()]
     lines = [f"{cell.workload.name}: " + " | ".join([*best, *others, f"floor {cell.floor.median:.1f}"])]
-    if every_schedule:
-        for split in splits:
-            timed = [v for v in cell.variants if v.kv_split == split and v.timing]
-            default = timed[0].timing if timed else None
-            timed.sort(key=lambda v: v.timing.median)  # type: ignore[union-attr]
-            text = ", ".join(f"{describe(v.schedule)} {v.timing.median:.1f}" for v in timed[:3] if v.timing)
-            lines.append(f"    {split}: {text}" + (f"; default {default.median:.1f}" if default else ""))
+    for split in splits:
+        timed = [v for v in cell.variants if v.kv_split == split and v.timing]
+        default = timed[0].timing if timed else None
+        timed.sort(key=lambda v: v.timing.median)  # type: ignore[union-attr]
+        text = ", ".join(f"{describe(v.schedule)} {v.timing.median:.1f}" for v in timed[:3] if v.timing)
+        lines.append(f"    {split}: {text}" + (f"; the plan's {default.median:.1f}" if default else ""))
     return lines
 
 
@@ -222,7 +223,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--heads", nargs="+", type=int, default=[16, 64, 128], help="head counts of the grid (default: %(default)s)"
     )
     parser.add_argument("--workloads", nargs="+", metavar="H,B,L[,Q]", help="these shapes instead of the grid")
-    parser.add_argument("--schedules", action="store_true", help="time every schedule, not the chosen one alone")
+    parser.add_argument("--schedules", action="store_true", help="time portable schedules besides those of the table")
     parser.add_argument("--peers", type=Path, help="folder that holds the peers' files (see benchmarks/peers.py)")
     parser.add_argument("--repeats", type=int, default=11, help="timed turns a workload (default: %(default)s)")
     parser.add_argument(
@@ -261,8 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("the search needs a CUDA device")
         return 2
     start = time.monotonic()
-    if args.schedules:
-        log.info("a schedule is written %s", "/".join(field.name for field in dataclasses.fields(Schedule)))
+    log.info("a schedule is written %s", "/".join(field.name for field in dataclasses.fields(Schedule)))
     log.info("%s", precompile(compile_jobs(args.workloads, args.splits, args.schedules), args.peers))
     peers, ceilings = Peers(args.peers), measure_ceilings(args.repeats)
     head = report.header(peers, ceilings, args.repeats, args.flush)
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
         torch.cuda.empty_cache()
-        for text in cell_lines(cells[-1], args.splits, args.schedules):
+        for text in cell_lines(cells[-1], args.splits):
             log.info("%s", text)
         found = {"header": head, "regret": regrets(cells, args.splits), "cells": [cell.as_dict() for cell in cells]}
         report.write(args.out, found)

@@ -144,7 +144,7 @@ class Mha:
         return prefill_workspace_bytes(
             num_tokens=len(batch.q), batch_size=len(batch.requests), num_heads=self.num_heads,
             max_seq_len=batch.block_table.shape[1] * batch.kv_cache.shape[1] if max_seq_len is None else max_seq_len, qk_nope_head_dim=self.nope,
-            qk_rope_head_dim=self.rope, v_head_dim=self.value, dtype=self.dtype, chunk_tokens=chunk_tokens, order=order)
+            qk_rope_head_dim=self.rope, v_head_dim=self.value, kv_lora_rank=self.rank, dtype=self.dtype, chunk_tokens=chunk_tokens, order=order)
 
     def projected(self, batch: Paged) -> Ragged:
         """The same requests with their keys and values up-projected whole."""

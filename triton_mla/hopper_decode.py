@@ -121,14 +121,14 @@ def steps(plan: AttentionPlan, strides: Strides, capacity: int, with_lse: bool) 
     work = Step(
         hopper_decode_work_kernel, (min(plan.num_row_tiles, 8 * plan.num_programs), 1), _WORK,
         (*strides.out, plan.num_tokens, plan.batch_size, plan.num_heads, min(plan.max_seq_len, capacity), split, plan.num_splits, slot_tiles,
-         plan.num_programs, plan.num_items, work_at),
+         plan.num_programs, plan.schedule.value_slices, plan.num_items, work_at),
         {"HEADS": heads, "BATCH": batch, "DECODE": plan.decode, **flags}, {"num_warps": min(8, batch // 256)})
     attend = Step(
         hopper_decode_kernel, (plan.num_programs, 1), _ATTEND,
         (strides.kv_cache[0] // strides.kv_cache[1], strides.block_table, *strides.out, plan.num_heads, split, plan.num_splits, plan.wave_rows,
          work_at, fold_at, 0),
-        {"HEADS": heads, "PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), **flags}, {"num_warps": 4, **dependent},
-        descriptions(plan, strides))
+        {"HEADS": heads, "PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), "SLICES": plan.schedule.value_slices, **flags},
+        {"num_warps": 4, **dependent}, descriptions(plan, strides))
     combine = Step(
         combine_kernel, (plan.wave_rows, 1), _COMBINE, (*strides.out, plan.num_heads, plan.num_splits, plan.wave_rows),
         {"R": R, "WIDTH": R, "AHEAD": COMBINE_AHEAD, **flags, "EMULATE_BF16": False}, {"num_warps": 4, **dependent})

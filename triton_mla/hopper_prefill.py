@@ -15,7 +15,7 @@ HEAD = (128, 64, 128)  # nope, rope and value columns
 ORDER = PrefillOrder(block_n=128, reference_step=8)
 TILE = 128
 AXIS = 1 << 30
-# Keys from which twice the schedule's bytes of keys and values are worked on together: 2 to 3 % faster there, up to 3 % slower below (H200).
+# Mean keys from which twice the schedule's bytes of keys and values are worked on together: 2 to 3 % faster there, up to 3 % slower below (H200).
 LONG_KEYS = 4096
 
 
@@ -60,6 +60,19 @@ def query_rows(q: torch.Tensor) -> Any:
     return TensorDescriptor(q, [q.shape[0], row_width(q)], [q.stride(0), 1], [64, 64], SHARED.value)
 
 
+def groups(keys: int, num_heads: int, group_bytes: int, itemsize: int) -> tuple[int, int]:
+    """(heads, keys) that are worked on together, with keys and values of about ``group_bytes``: some heads of all requests, or one head of some.
+
+    All requests, since the longest query tiles of each come first. When that many bytes of each request were taken instead, so that 128 pairs
+    of request and head ran side by side and none of 132 programs shared its keys with another, 4 x 2048 with 128 heads read 4.5 GB and took
+    1271 us (H200).
+    """
+    token_bytes = (HEAD[0] + HEAD[2]) * itemsize
+    together = max(1, group_bytes // token_bytes)
+    head_groups = -(-num_heads // max(1, min(num_heads, together // max(1, keys))))
+    return -(-num_heads // head_groups), -(-keys // max(1, -(-keys // together)))
+
+
 def attend(
     q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, state: Any,
     starts: torch.Tensor, kv_lengths: torch.Tensor, positions: torch.Tensor | None, scale: float, schedule: PrefillSchedule, *,
@@ -73,21 +86,21 @@ def attend(
     batch_size, dtype = starts.shape[0] - 1, q.dtype
     num_sms = device_facts(q.device)[1]
     tiles = num_tokens // TILE + 2 * batch_size  # at most, as the work kernel knows: a request's tiles begin at multiples of 128 positions
-    work = torch.empty(8 * tiles + 1, dtype=torch.int32, device=q.device)
+    work = torch.empty(8 * tiles + 2, dtype=torch.int32, device=q.device)
     count = work[8 * tiles :]
     unused = out if lse is None else lse
     rows = (out, unused, *((unused,) * 3 if state is None else (state.reference, state.total, state.acc)))
     strides = (out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0))
     flags = {"RESUME": resume, "KEEP": keep, "WITH_LSE": lse is not None}
     kind = {"CAUSAL": causal, "HAS_POSITIONS": positions is not None, "CHUNKED": chunk is not None}
+    group_bytes = schedule.group_bytes * (2 if mean_keys >= LONG_KEYS else 1)
+    head_group, group_keys = groups(k_nope.shape[0], num_heads, group_bytes, dtype.itemsize)
     key = (dtype, strides[:2], tuple(t.data_ptr() % 16 for t in rows), *flags.values())
     launch(hopper_work_kernel, (*key, *kind.values()), (batch_size + 1, -(-4 * num_sms // (batch_size + 1))),
            (work, count, *rows, starts, kv_lengths, starts if positions is None else positions, *strides,
-            num_tokens, batch_size, num_heads, kv_limit, *requests, *(chunk or (0, 0))),
-           {**kind, **flags}, {"num_warps": 4})
-    group_bytes = schedule.group_bytes * (2 if mean_keys >= LONG_KEYS else 1)
-    groups = -(-num_heads // max(1, min(num_heads, group_bytes // max(1, mean_keys * (HEAD[0] + HEAD[2]) * dtype.itemsize))))
+            num_tokens, batch_size, num_heads, kv_limit, *requests, *(chunk or (0, 0)), group_keys),
+           {**kind, **flags, "PDL": True}, {"num_warps": 4})
     launch(hopper_prefill_kernel, key, (min(num_sms, tiles * num_heads), 1),
            (query_rows(q), request_rows(k_nope, 128), request_rows(k_pe, 64), request_rows(v, 128), *rows, work, count, scale * LOG2E,
-            q.stride(1), k_nope.stride(1), v.stride(1), *strides, num_heads, -(-num_heads // groups), 0),
-           flags, {"num_warps": 4})
+            q.stride(1), k_nope.stride(1), v.stride(1), *strides, num_heads, head_group, 0),
+           flags, {"num_warps": 4, "launch_pdl": True})

@@ -136,7 +136,7 @@ class AttentionPlan:
         """The plan without a Hopper form: for calls that it does not serve. No bit changes."""
         if not self.schedule.form.startswith("hopper"):
             return self
-        schedule = replace(self.schedule, form="one_pass")
+        schedule = replace(self.schedule, form="one_pass", value_slices=1)
         row_tiles = _row_tiles(self.num_tokens, self.batch_size, self.num_heads, schedule.block_rows, self.decode)
         wave = _wave(row_tiles, 4 * _partials_per_row(self.num_splits, self.kv_lora_rank) * schedule.block_rows, MAX_WORKSPACE_BYTES)
         return replace(self, schedule=schedule, num_row_tiles=row_tiles, wave_row_tiles=wave, num_programs=0, value_rows=0)
@@ -193,13 +193,17 @@ def choose_schedule(
     if dtype == torch.float32:
         return table.fp32
     items16 = _row_tiles(num_tokens, batch_size, num_heads, 16, decode) * num_splits
-    if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // 8):
+    hopper_few = table.hopper_few if hopper else None
+    if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // (12 if hopper_few else 8)):
         return table.few
+    if hopper_few is not None and items16 <= num_sms:
+        return hopper_few
     rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
     if table.rows64 is not None and rows_per_request >= table.rows64.block_rows // 2:
+        if table.hopper is not None and hopper:
+            hopper_items = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode) * num_splits
+            return replace(table.hopper, value_slices=next((n for n in (4, 2) if n * hopper_items <= num_sms), 1))
         items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
-        if table.hopper is not None and hopper and items >= num_sms * 3 // 8:
-            return table.hopper
         if rows_per_request > table.rows64.block_rows // 2 and items >= num_sms * 3 // 4:
             return table.rows64
     if table.full16 is not None and items16 >= 4 * num_sms:
@@ -262,14 +266,15 @@ def plan_attention(
     programs, value_rows = 0, 0
     if schedule.form == "hopper":
         row_tiles = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode)
+        slices = schedule.value_slices
         # kernels/hopper/decode_work.py: only so many row tiles are not folded
-        wave = _wave(min(row_tiles, -(-8 * num_sms // 9)), tile_bytes, 2 * MAX_WORKSPACE_BYTES)
-        programs = max(1, min(num_sms, row_tiles * num_splits))
+        wave = _wave(min(row_tiles, -(-8 * num_sms // (9 * slices))), tile_bytes, 2 * MAX_WORKSPACE_BYTES)
+        programs = max(1, min(num_sms, row_tiles * num_splits * slices))
     else:
         row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
         wave = _wave(row_tiles, tile_bytes, MAX_WORKSPACE_BYTES)
         if schedule.form == "hopper_two_phase":
-            busy = wave if decode else min(wave, max(batch_size, -(-num_tokens * num_heads // schedule.block_rows)))
+            busy = wave if decode else min(wave, max(1, batch_size, -(-num_tokens * num_heads // schedule.block_rows)))
             programs, value_rows = min(num_tiles, max(1, num_sms // busy)), rows_of_values(schedule.block_rows, busy * num_splits, num_sms)
     return AttentionPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, kv_lora_rank=kv_lora_rank,
@@ -295,6 +300,7 @@ class PrefillPlan:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    kv_lora_rank: int
     dtype: torch.dtype
     chunk_tokens: int
     num_chunks: int
@@ -302,12 +308,15 @@ class PrefillPlan:
     request_group: int
 
     @property
-    def sections(self) -> tuple[int, int, int, int, int]:
-        """Bytes of the workspace's parts: keys and values [request_group * chunk_tokens, head_wave, nope + v], rope keys [request_group *
-        chunk_tokens, P], and the state's acc, sums and reference (none where every request has one chunk). Each is a multiple of 16."""
+    def sections(self) -> tuple[int, int, int, int, int, int]:
+        """Bytes of the workspace's parts: keys and values [request_group * chunk_tokens, head_wave, nope + v], latents [request_group *
+        chunk_tokens, R] and rope keys [request_group * chunk_tokens, P], and the state's acc, sums and reference (none where every request has
+        one chunk). Each is a multiple of 16."""
         tokens, rows = self.request_group * self.chunk_tokens, self.num_tokens * self.head_wave if self.num_chunks > 1 else 0
-        kv = tokens * self.head_wave * (self.qk_nope_head_dim + self.v_head_dim) * self.dtype.itemsize
-        return kv, tokens * self.qk_rope_head_dim * self.dtype.itemsize, 4 * rows * self.v_head_dim, 4 * rows * ROW_SUMS, 16 * -(-rows // 4)
+        of_token = tokens * self.dtype.itemsize
+        kv = of_token * self.head_wave * (self.qk_nope_head_dim + self.v_head_dim)
+        return (kv, of_token * self.kv_lora_rank, of_token * self.qk_rope_head_dim, 4 * rows * self.v_head_dim, 4 * rows * ROW_SUMS,
+                16 * -(-rows // 4))
 
     @property
     def workspace_bytes(self) -> int:
@@ -324,6 +333,7 @@ def plan_prefill(
     qk_nope_head_dim: int = 128,
     qk_rope_head_dim: int = 64,
     v_head_dim: int = 128,
+    kv_lora_rank: int = 512,
     dtype: torch.dtype = torch.bfloat16,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     order: PrefillOrder = DEFAULT_PREFILL_ORDER,
@@ -339,6 +349,7 @@ def plan_prefill(
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_NUM_HEADS:
         raise ValueError(f"num_heads={num_heads!r} must be an int from 1 to {MAX_NUM_HEADS}")
     check_head_dims(qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+    check_dims(kv_lora_rank, 0)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {DTYPES}")
     if not isinstance(order, PrefillOrder):
@@ -348,15 +359,15 @@ def plan_prefill(
     num_chunks = max(1, -(-max_seq_len // chunk_tokens))
     chunk = min(chunk_tokens, max(1, -(-max_seq_len // order.block_n)) * order.block_n)  # a single chunk may be shorter
 
-    pe_bytes = chunk * qk_rope_head_dim * dtype.itemsize
+    row_bytes = chunk * (kv_lora_rank + qk_rope_head_dim) * dtype.itemsize  # of the cache
     kv_bytes = chunk * (qk_nope_head_dim + v_head_dim) * dtype.itemsize  # of a head
     state_bytes = 4 * num_tokens * (v_head_dim + ROW_SUMS + 1) if num_chunks > 1 else 0  # of a head
     room = MAX_WORKSPACE_BYTES - 16  # the last part is rounded up to 16
-    requests = max(1, min(batch_size, (room - state_bytes * num_heads) // (kv_bytes * num_heads + pe_bytes)))
-    heads = num_heads if requests > 1 else max(1, min(num_heads, (room - pe_bytes) // (kv_bytes + state_bytes)))
+    requests = max(1, min(batch_size, (room - state_bytes * num_heads) // (kv_bytes * num_heads + row_bytes)))
+    heads = num_heads if requests > 1 else max(1, min(num_heads, (room - row_bytes) // (kv_bytes + state_bytes)))
     return PrefillPlan(
         num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=max_seq_len, qk_nope_head_dim=qk_nope_head_dim,
-        qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, dtype=dtype, chunk_tokens=chunk, num_chunks=num_chunks,
+        qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, kv_lora_rank=kv_lora_rank, dtype=dtype, chunk_tokens=chunk, num_chunks=num_chunks,
         head_wave=heads, request_group=requests,
     )
 

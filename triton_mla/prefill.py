@@ -168,7 +168,7 @@ def mla_prefill_paged(
         raise ValueError(f"max_seq_len={max_seq_len!r} must be an int >= 0, or None")
     limit = min(max_seq_len, capacity)  # chunks past the table have no tokens
     plan = plan_prefill(num_tokens=num_tokens, batch_size=batch_size, num_heads=num_heads, max_seq_len=limit, qk_nope_head_dim=qk_nope_head_dim,
-                        qk_rope_head_dim=P, v_head_dim=v_head_dim, dtype=dtype, chunk_tokens=chunk_tokens, order=order)
+                        qk_rope_head_dim=P, v_head_dim=v_head_dim, kv_lora_rank=kv_lora_rank, dtype=dtype, chunk_tokens=chunk_tokens, order=order)
     out = _check_out(out, num_tokens, num_heads, v_head_dim, dtype, device)
     if torch.compiler.is_compiling():
         result, lse = torch.ops.triton_mla.prefill_paged(q, cache, weight, table, starts, lens, scale, qk_nope_head_dim, v_head_dim, kv_lora_rank,
@@ -216,7 +216,7 @@ def project_kv(latent: torch.Tensor, w_kv_b: torch.Tensor) -> torch.Tensor:
     out = torch.empty((rows, weight.shape[0]), dtype=latent.dtype, device=latent.device)
     lens = torch.full((1,), rows, dtype=torch.int32, device=latent.device)
     with on_device(latent.device):
-        project(latent[None], weight, lens[None], lens, out, out, R, 0, page_size=0, requests=(0, 1), chunk=(0, rows), kv_limit=rows)
+        project(latent, weight, lens, out, requests=(0, 1), chunk=(0, rows), kv_limit=rows)
     return out
 
 

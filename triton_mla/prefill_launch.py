@@ -1,19 +1,23 @@
-"""The launches of a prefill: one of the attention kernel, or for a paged cache one of it and one of the up-projection for each chunk."""
+"""The launches of a prefill: one of the attention kernel, or for a paged cache for each chunk the gathering of its rows, their up-projection, and it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import hopper_prefill
 from .calls import device_facts
 from .kernels.prefill import prefill_kernel
-from .kernels.up_projection import up_projection_kernel
+from .kernels.up_projection import gather_kernel, up_projection_kernel, up_projection_tma_kernel
 from .launch import INTERPRETED, LOG2E, launch
 from .plan import PrefillPlan
 from .tuning import PREFILL_TABLES, ROW_SUMS, PrefillOrder, PrefillSchedule
+
+GATHERED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ def attend_paged(
 ) -> None:
     """The launches of a plan. ``workspace``: at least ``plan.workspace_bytes``, aligned to 16."""
     nope, P, V, chunk = plan.qk_nope_head_dim, plan.qk_rope_head_dim, plan.v_head_dim, plan.chunk_tokens
-    kv_part, pe_part, acc_part, total_part, reference_part = workspace[: plan.workspace_bytes].split(plan.sections)
+    kv_part, latent_part, pe_part, acc_part, total_part, reference_part = workspace[: plan.workspace_bytes].split(plan.sections)
     heads_of_weight = weight.unflatten(0, (plan.num_heads, nope + V))
     for head in range(0, plan.num_heads, plan.head_wave):
         heads = slice(head, min(head + plan.head_wave, plan.num_heads))
         num_heads = heads.stop - heads.start
         rows = plan.num_tokens * num_heads
         kv = kv_part.view(plan.dtype)[: plan.request_group * chunk * num_heads * (nope + V)].view(-1, num_heads, nope + V)
+        latent = latent_part.view(plan.dtype).view(-1, plan.kv_lora_rank)
         k_pe = pe_part.view(plan.dtype).view(-1, P) if P else kv[:, 0, :0]
         state = None
         if plan.num_chunks > 1:
@@ -54,31 +59,58 @@ def attend_paged(
         for first in range(0, max(plan.batch_size, 1), plan.request_group):
             end = min(first + plan.request_group, plan.batch_size)
             for number in range(plan.num_chunks):
-                project(cache, heads_of_weight[heads].flatten(0, 1), table, lens, kv, k_pe, weight.shape[1], P, page_size=cache.shape[1],
-                        requests=(first, end), chunk=(number * chunk, chunk), kv_limit=kv_limit)
+                part: Any = {"requests": (first, end), "chunk": (number * chunk, chunk), "kv_limit": kv_limit}
+                gather(cache, table, lens, latent, k_pe, **part)
+                project(latent, heads_of_weight[heads].flatten(0, 1), lens, kv, **part)
                 # the padding after the last request goes with it
                 attend(q[:, heads], kv[..., :nope], k_pe, kv[..., nope:], out[:, heads], None if lse is None else lse[:, heads], state, starts, lens, None,
                        scale, order, schedule, resume=number > 0, keep=number + 1 < plan.num_chunks, causal=True, kv_limit=kv_limit, mean_keys=chunk,
                        requests=(first, end if end < plan.batch_size else end + 1), chunk=(number * chunk, chunk))
 
 
-def project(
-    cache: torch.Tensor, weight: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, kv: torch.Tensor, k_pe: torch.Tensor, R: int, P: int, *,
-    page_size: int, requests: tuple[int, int], chunk: tuple[int, int], kv_limit: int,
+def gather(
+    cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, latent: torch.Tensor, k_pe: torch.Tensor, *, requests: tuple[int, int],
+    chunk: tuple[int, int], kv_limit: int,
 ) -> None:
-    """Keys and values of one chunk (begin, tokens) of some requests: kv [requests * tokens, rows of weight], k_pe [requests * tokens, P]."""
-    prefill = PREFILL_TABLES[device_facts(cache.device)[0]]
-    schedule = prefill.product_fp32 if cache.dtype == torch.float32 else prefill.product
-    strides = (cache.stride(0), cache.stride(1), table.stride(0), weight.stride(0))
-    block_k = min(schedule.block_k, R & -R)
-    grid = ((requests[1] - requests[0]) * triton.cdiv(chunk[1], schedule.block_s), triton.cdiv(weight.shape[0], schedule.block_o))
-    aligned = tuple(t.data_ptr() % 16 for t in (cache, weight, kv, k_pe))
-    constants = {"R": R, "P": P, "BLOCK_P": triton.next_power_of_2(max(P, 16)), "PAGE_SIZE": page_size, "BLOCK_S": schedule.block_s,
-                 "BLOCK_O": schedule.block_o, "BLOCK_K": block_k, "PRECISION": "ieee", "STAGES": schedule.num_stages,
-                 "EMULATE_BF16": INTERPRETED and cache.dtype == torch.bfloat16}
-    launch(up_projection_kernel, (cache.dtype, schedule, R, P, page_size, strides[:2], strides[3], aligned), grid,
-           (cache, weight, table, lens, kv, k_pe, *strides, weight.shape[0], kv_limit, requests[0], *chunk), constants,
-           {"num_warps": schedule.num_warps})
+    """The cached rows of one chunk (begin, tokens) of some requests: latent [requests * tokens, R], k_pe [requests * tokens, P]."""
+    R, P = latent.shape[1], k_pe.shape[1]
+    constants = {"R": R, "BLOCK_R": triton.next_power_of_2(R), "P": P, "BLOCK_P": triton.next_power_of_2(max(P, 1)), "PAGE_SIZE": cache.shape[1],
+                 "BLOCK_S": GATHERED_TOKENS}
+    strides = (cache.stride(0), cache.stride(1), table.stride(0))
+    aligned = tuple(t.data_ptr() % 16 for t in (cache, latent, k_pe))
+    launch(gather_kernel, (cache.dtype, *constants.values(), strides[:2], aligned), ((requests[1] - requests[0]) * -(-chunk[1] // GATHERED_TOKENS), 1),
+           (cache, table, lens, latent, k_pe, *strides, kv_limit, requests[0], *chunk), constants, {"num_warps": 4})
+
+
+def project(
+    latent: torch.Tensor, weight: torch.Tensor, lens: torch.Tensor, kv: torch.Tensor, *, requests: tuple[int, int], chunk: tuple[int, int], kv_limit: int,
+) -> None:
+    """Keys and values of one chunk (begin, tokens) of some requests: kv [requests * tokens, rows of weight] of latent [requests * tokens, R]."""
+    arch, num_sms = device_facts(latent.device)
+    prefill = PREFILL_TABLES[arch]
+    schedule = prefill.product_fp32 if latent.dtype == torch.float32 else prefill.product
+    (columns, R), num_requests = weight.shape, requests[1] - requests[0]
+    row_tiles, col_tiles = num_requests * -(-chunk[1] // schedule.block_s), -(-columns // schedule.block_o)
+    constants: dict[str, Any] = {"R": R, "BLOCK_S": schedule.block_s, "BLOCK_O": schedule.block_o}
+    options = {"num_warps": schedule.num_warps}
+    numbers = (columns, kv_limit, requests[0])
+    aligned = tuple(t.data_ptr() % 16 for t in (latent, weight, kv))
+    # a row that is no multiple of the product's block would get products with zeros
+    if schedule.tma and not any(aligned) and R % schedule.block_k == 0 and columns % 8 == 0 and latent.stride(0) % 8 == 0 and weight.stride(0) % 8 == 0 and (
+            num_requests == 1 or chunk[1] % schedule.block_s == 0):
+        constants |= {"REQUESTS": max(16, triton.next_power_of_2(num_requests)), "BLOCK_K": schedule.block_k, "SUBTILES": schedule.subtiles}
+        options["num_stages"] = schedule.num_stages
+        rows = TensorDescriptor(latent, [1, *latent.shape], [latent.stride(0), latent.stride(0), 1], [1, schedule.block_s, schedule.block_k])
+        columns_of = TensorDescriptor(weight, [1, *weight.shape], [weight.stride(0), weight.stride(0), 1], [1, schedule.block_o, schedule.block_k])
+        results = TensorDescriptor(kv, [1, len(latent), columns], [columns, columns, 1], [1, schedule.block_s, schedule.block_o // schedule.subtiles])
+        launch(up_projection_tma_kernel, (latent.dtype, schedule, *constants.values()), (min(row_tiles * col_tiles, num_sms), 1),
+               (rows, columns_of, results, lens, *numbers, num_requests, *chunk), constants, options)
+        return
+    constants |= {"BLOCK_K": min(schedule.block_k, R & -R), "PRECISION": "ieee", "STAGES": schedule.num_stages,
+                  "EMULATE_BF16": INTERPRETED and latent.dtype == torch.bfloat16}
+    strides = (latent.stride(0), weight.stride(0))
+    launch(up_projection_kernel, (latent.dtype, schedule, *constants.values(), strides, aligned), (row_tiles, col_tiles),
+           (latent, weight, kv, lens, *strides, *numbers, *chunk), constants, options)
 
 
 def attend(

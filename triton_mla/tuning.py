@@ -115,13 +115,20 @@ class PrefillSchedule:
 
 @dataclass(frozen=True)
 class ProductSchedule:
-    """Tiles of the up-projection: block_s tokens, block_o columns, block_k latent columns of a product. No field can change a bit."""
+    """Tiles of the up-projection: block_s tokens, block_o columns, block_k latent columns of a product. No field can change a bit.
+
+    Attributes:
+        tma: persistent programs that read and write by descriptors, where sizes and strides allow it (sm_90).
+        subtiles: with ``tma``, the runs of columns, 1 or 2, in which a tile is stored.
+    """
 
     block_s: int = 128
     block_o: int = 128
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
+    tma: bool = False
+    subtiles: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ class Schedule:
         block_k: latent columns of a product in the scores kernel (two phases).
         score_warps: warps of the scores kernel (two phases).
         pdl: programmatic dependent launch between the kernels of a call (sm_90 and newer).
+        value_slices: programs that share the value columns of a work item, each of which computes all its scores ("hopper").
     """
 
     form: Form = "one_pass"
@@ -159,12 +167,13 @@ class Schedule:
     block_k: int = 512
     score_warps: int = 4
     pdl: bool = False
+    value_slices: int = 1
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
             raise ValueError(f"form={self.form!r} must be one of {get_args(Form)}")
         for name, allowed in (("block_rows", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("score_warps", (1, 2, 4, 8)),
-                              ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512))):
+                              ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512)), ("value_slices", (1, 2, 4))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
         _positive_int("num_stages", self.num_stages, "a positive int")
@@ -174,6 +183,8 @@ class Schedule:
             raise ValueError(f"block_rows={self.block_rows!r} must be 16 or 32 with form='hopper_few'")
         if self.form == "hopper_two_phase" and self.block_rows not in (16, 32, 64):
             raise ValueError(f"block_rows={self.block_rows!r} must be 16, 32 or 64 with form='hopper_two_phase'")
+        if self.form != "hopper" and self.value_slices != 1:
+            raise ValueError(f"value_slices={self.value_slices!r} must be 1 with form={self.form!r}")
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,7 @@ class Architecture:
     Attributes:
         shared_memory: bytes that one program may use.
         few: while there are few (row tile, split) items, and wherever no one-pass kernel fits the shared memory.
+        hopper_few: from then on until the items are one for each multiprocessor, where `plan.hopper_refusal` names no reason.
         rows16: one pass, tiles of few rows; full16: the same on a full machine, where two programs fit one multiprocessor.
         rows64: one pass, tiles of as many rows as fit, up to 64; hopper: in its place where `plan.hopper_refusal` names no reason.
         fp32: fp32 caches, whatever the amount.
@@ -191,11 +203,18 @@ class Architecture:
     name: str
     shared_memory: int
     few: Schedule
+    hopper_few: Schedule | None = None
     rows16: Schedule | None = None
     full16: Schedule | None = None
     rows64: Schedule | None = None
     hopper: Schedule | None = None
     fp32: Schedule = field(default_factory=lambda: Schedule(form="two_phase", num_stages=1, block_k=32))
+
+    def schedules(self) -> list[Schedule]:
+        """All that 16-bit caches may take."""
+        sliced = [replace(self.hopper, value_slices=n) for n in (2, 4)] if self.hopper else []
+        named = [self.few, self.hopper_few, self.rows16, self.full16, self.rows64, self.hopper, *sliced]
+        return list(dict.fromkeys(schedule for schedule in named if schedule is not None))
 
 
 _SMALL = Schedule(form="two_phase", num_stages=3, block_k=128)
@@ -211,6 +230,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "sm_90": Architecture(
         "sm_90", 232_448,
         few=Schedule(form="two_phase", num_stages=4, score_warps=8, pdl=True),
+        hopper_few=Schedule(form="hopper_few", num_warps=8, num_stages=3, pdl=True),
         rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
         full16=Schedule(num_warps=4, num_stages=2, pdl=True),
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
@@ -235,7 +255,8 @@ PREFILL_TABLES: dict[str, PrefillTable] = {
     "sm_86": _PREFILL_SMALL,
     "sm_89": _PREFILL_SMALL,
     "sm_90": PrefillTable(
-        narrow=PrefillSchedule(form="hopper"), wide=PrefillSchedule(block_m=64, num_stages=1), fp32=_PREFILL_FP32, product=ProductSchedule(),
+        narrow=PrefillSchedule(form="hopper"), wide=PrefillSchedule(block_m=64, num_stages=1), fp32=_PREFILL_FP32,
+        product=ProductSchedule(block_o=256, num_stages=4, tma=True, subtiles=2),
     ),
     "sm_100": _PREFILL_SMALL,
     "sm_120": _PREFILL_SMALL,

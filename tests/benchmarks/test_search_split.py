@@ -33,7 +33,7 @@ def test_split_search(tmp_path: Path):
     table = search_split.regrets([cell], splits)
     assert table[64]["worst_regret"] == 1.0 and table[128]["worst_regret"] == pytest.approx(1.1)
     assert table[128]["worst_to_best_peer"] is None
-    assert "64 10.0 | 128 11.0" in search_split.cell_lines(cell, splits, every_schedule=True)[0]
+    assert "64 10.0 | 128 11.0" in search_split.cell_lines(cell, splits)[0]
     report.write(tmp_path / "split.json", {"regret": table, "cells": [cell.as_dict()]})
     assert len(json.loads((tmp_path / "split.json").read_text())["cells"][0]["variants"]) == 2
 
@@ -41,7 +41,7 @@ def test_split_search(tmp_path: Path):
 def test_schedules():
     base = Schedule(pdl=True)
     found = search_split.schedules(base)
-    assert found[0] == base and len(found) == len(set(map(search_split.describe, found))) > 40
+    assert len(set(map(search_split.describe, found))) > 40
     assert {s.form for s in found} == {"one_pass", "two_phase"} and {s.block_rows for s in found} == {16, 32, 64}
     assert [s.pdl for s in found].count(False) == 1
 

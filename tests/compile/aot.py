@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ FLOATS = {"LSE", "LSE_A", "LSE_B", "PARTIALS", "SCORES", "REFERENCE", "TOTAL", "
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its constants and options, but for `launch_pdl`, which changes how it is launched and not its code."""
+    """A kernel with its constants and options, but for `launch_pdl`, which changes how it is launched and not its code. ``types``: of arguments
+    that are no pointers to the dtype."""
 
     kernel: Any
     constants: dict[str, Any]
     options: dict[str, Any]
+    types: dict[str, str] = field(default_factory=dict)
 
     def compile(self, arch: str, dtype: torch.dtype) -> Any:
         """The compiled kernel: every pointer and stride aligned to 16, as with the sizes of DeepSeek-V3."""
@@ -43,7 +45,7 @@ class Launch:
         signature, attributes = {}, {}
         for i, name in enumerate(self.kernel.arg_names):
             signature[name] = self._type(name, dtype)
-            if signature[name] not in ("constexpr", "fp32") and name not in unaligned:
+            if signature[name][0] in "*i" and name not in unaligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
@@ -53,7 +55,7 @@ class Launch:
         if name in self.constants:
             return "constexpr"
         if name.isupper():
-            return INTS.get(name) or ("*fp32" if name in FLOATS else POINTERS[dtype])
+            return self.types.get(name) or INTS.get(name) or ("*fp32" if name in FLOATS else POINTERS[dtype])
         return "fp32" if name == "scale_log2" else "i32"
 
 

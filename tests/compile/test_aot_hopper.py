@@ -76,7 +76,8 @@ def test_attention(compiled: Any, dtype: torch.dtype, resume: bool, keep: bool, 
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-    assert not re.search(r"\b(?:atom|red)\.", ptx)
+    # one atomic, which counts the items that programs have taken; the compiler may take its loop apart
+    assert set(re.findall(r"\b(?:atom|red)\.\S+", ptx)) == {"atom.global.gpu.relaxed.add.u32"}
     assert not read_before_written(aot.machine_code(kernel))
     # a tile's 12 products with K and 8 with V, and the border between blocks: one such loop for each warpgroup
     loops = [body for body in aot.loops(kernel) if body.count("HGMMA") == 20 and "NANOSLEEP" in body]

@@ -30,6 +30,7 @@ HOPPER = ARCHITECTURES["sm_90"].hopper
 # Spilled registers of a warpgroup in the loop over pairs of KV tiles, stores and loads: (without lse, with it). Scalars and addresses, for the
 # most part used when a split is stored.
 SPILLS = (32, 48)
+SLICED_SPILLS = 20  # a warpgroup then has half the accumulators, or a quarter
 FEW = {rows: Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)}
 TWO_PHASE = {rows: Schedule("hopper_two_phase", rows, num_warps=8, num_stages=2, pdl=True) for rows in (16, 32, 64)}
 
@@ -66,11 +67,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Any:
     return compile_steps
 
 
-@pytest.mark.parametrize("num_heads, page_size, dtype, with_lse", [
-    (128, 64, torch.bfloat16, False), (128, 64, torch.bfloat16, True), (16, 16, torch.float16, False), (64, 480, torch.float16, True),
+@pytest.mark.parametrize("num_heads, page_size, dtype, with_lse, slices", [
+    (128, 64, torch.bfloat16, False, 1), (128, 64, torch.bfloat16, True, 1), (16, 16, torch.float16, False, 1), (64, 480, torch.float16, True, 1),
+    (128, 64, torch.bfloat16, True, 2), (16, 16, torch.float16, False, 2), (128, 64, torch.bfloat16, False, 4), (64, 480, torch.float16, True, 4),
 ])
-def test_attention(compiled: Any, num_heads: int, page_size: int, dtype: torch.dtype, with_lse: bool) -> None:
-    work, kernel, combine = compiled(plan_of(num_heads, page_size, dtype, decode=num_heads > 64), with_lse)
+def test_attention(compiled: Any, num_heads: int, page_size: int, dtype: torch.dtype, with_lse: bool, slices: int) -> None:
+    schedule = replace(HOPPER, value_slices=slices)
+    work, kernel, combine = compiled(plan_of(num_heads, page_size, dtype, decode=num_heads > 64, schedule=schedule), with_lse)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
@@ -81,7 +84,7 @@ def test_attention(compiled: Any, num_heads: int, page_size: int, dtype: torch.d
     # of a pair of tiles: 36 products for one tile's scores and 4 with the values of each, of warpgroup 1 also 4 row sums of each; with lse those of rests
     loops = {n: min((body for body in aot.loops(kernel) if body.count("HGMMA") == n), key=len) for n in ((48, 56) if with_lse else (44, 52))}
     for body in loops.values():
-        assert len(re.findall(r"\b(?:STL|LDL)\b", body)) <= SPILLS[with_lse]
+        assert len(re.findall(r"\b(?:STL|LDL)\b", body)) <= (SPILLS[with_lse] if slices == 1 else SLICED_SPILLS)
         assert not _spills_between_products(body)
 
 
@@ -143,7 +146,8 @@ def test_two_phases(
     assert aot.machine_code(values).count("HGMMA") == 2 * products  # and once more for slots with a rescale
 
 
-@pytest.mark.parametrize("schedule", [HOPPER, *FEW.values(), *TWO_PHASE.values()], ids=lambda schedule: f"{schedule.form}-{schedule.block_rows}")
+@pytest.mark.parametrize("schedule", [HOPPER, replace(HOPPER, value_slices=4), *FEW.values(), *TWO_PHASE.values()],
+                         ids=lambda schedule: f"{schedule.form}-{schedule.block_rows}-{schedule.value_slices}")
 def test_sizes_that_it_serves(schedule: Schedule) -> None:
     plan = plan_of(schedule=schedule)
     strides = strides_of(plan)
@@ -217,10 +221,11 @@ def test_rows_of_the_second_phase(max_seq_len: int, value_rows: int) -> None:
     assert plan.portable().value_rows == 0
 
 
+@pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("max_seq_len", [1, 1024, 1025, 8192, 131072])
-def test_scratch_memory(max_seq_len: int) -> None:
+def test_scratch_memory(max_seq_len: int, slices: int) -> None:
     """Partials, the list of work and the folds lie behind each other, and there are no waves."""
-    plan = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=max_seq_len)
+    plan = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=max_seq_len, schedule=replace(HOPPER, value_slices=slices))
     work, attend, *combine = hopper_decode.steps(plan, strides_of(plan), max_seq_len, False)
     work_at, fold_at = attend.integers[-3:-1]
     assert work.integers[-1] == work_at == plan.partials_size // 64
@@ -228,6 +233,20 @@ def test_scratch_memory(max_seq_len: int) -> None:
     assert fold_at * 64 + plan.num_programs * (64 * 512 + 2 * 3 * 64) == plan.partials_size + plan.scores_size <= plan.workspace_bytes // 4
     assert 4 * plan.partials_size <= 2 << 30
     assert len(combine) == (max_seq_len > DEFAULT_ORDER.kv_split)
+    assert (work.integers[-3], attend.constants["SLICES"]) == (slices, slices)
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_slices_are_planned_as_more_programs(slices: int) -> None:
+    """Each slice of an item is a program's; the list of work and what portable calls do are those of one slice."""
+    sliced = replace(HOPPER, value_slices=slices)
+    for tokens, programs in ((1, 16), (4, 64), (64, 132)):
+        one, plan = (plan_of(num_tokens=tokens, batch_size=tokens, schedule=schedule) for schedule in (HOPPER, sliced))
+        assert (one.num_programs, plan.num_programs) == (min(132, programs), min(132, slices * programs))
+        assert (plan.num_row_tiles, plan.num_splits) == (one.num_row_tiles, one.num_splits) == (2 * tokens, 8)
+        assert plan.portable().schedule == one.portable().schedule
+        assert plan.wave_row_tiles == min(2 * tokens, -(-8 * 132 // (9 * slices)))
+        assert plan.workspace_bytes >= plan.portable().workspace_bytes
 
 
 def test_descriptors_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,13 @@ SPILLS = {"narrow": 0, "wide": 8}
 
 
 def launches(monkeypatch: pytest.MonkeyPatch, arch: str, dtype: torch.dtype, heads: str, max_seq_len: int = 1) -> list[aot.Launch]:
-    """What a paged prefill of 128 heads launches on this architecture: the up-projection and the attention of each chunk."""
+    """What a paged prefill of 128 heads launches on this architecture: of each chunk the gathering of its rows, the up-projection and the attention."""
     nope, rope, value = HEADS[heads]
     caught = []
 
-    def launch(kernel: Any, _key: Any, _grid: Any, _args: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
-        caught.append(aot.Launch(kernel, constants, options))
+    def launch(kernel: Any, _key: Any, _grid: Any, args: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
+        types = {name: f"tensordesc<bf16{list(arg.block_shape)}>" for name, arg in zip(kernel.arg_names, args, strict=False) if hasattr(arg, "block_shape")}
+        caught.append(aot.Launch(kernel, constants, options, types))
 
     monkeypatch.setattr(prefill_launch, "launch", launch)
     monkeypatch.setattr(prefill_launch, "device_facts", lambda _device: (arch, 1))
@@ -68,7 +69,8 @@ CASES += [pytest.param(arch, "wide", torch.float32, id=f"{arch}-wide-fp32") for 
 
 @pytest.mark.parametrize(("arch", "heads", "dtype"), CASES)
 def test_every_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, heads: str, dtype: torch.dtype) -> None:
-    up_projection, attention = launches(monkeypatch, arch, dtype, heads)
+    gathering, up_projection, attention = launches(monkeypatch, arch, dtype, heads)
+    check_fits(arch, gathering, gathering.compile(arch, dtype))
     for launch, rows in ((plain(attention), attention.constants["BLOCK_M"]), (up_projection, up_projection.constants["BLOCK_S"])):
         text = check_fits(arch, launch, launch.compile(arch, dtype))
         used = {kind for kind, instruction in PRODUCTS.items() if instruction in text}
@@ -77,7 +79,7 @@ def test_every_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, heads: s
 
 def test_chunks_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chunk, which keeps a state, one between, and the last."""
-    attention = launches(monkeypatch, "sm_90", torch.bfloat16, "narrow", max_seq_len=300)[1::2]
+    attention = launches(monkeypatch, "sm_90", torch.bfloat16, "narrow", max_seq_len=300)[2::3]
     assert [(a.constants["RESUME"], a.constants["KEEP"]) for a in attention] == [(False, True), (True, True), (True, False)]
     for launch in attention:
         check_fits("sm_90", launch, launch.compile("sm_90", torch.bfloat16))
@@ -85,14 +87,14 @@ def test_chunks_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("change", [{"CAUSAL": False}, {"HAS_POSITIONS": True, "KEEP": True}, {"WITH_LSE": False}], ids=str)
 def test_forms_on_hopper(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
-    launch = plain(launches(monkeypatch, "sm_90", torch.bfloat16, "narrow")[1])
+    launch = plain(launches(monkeypatch, "sm_90", torch.bfloat16, "narrow")[2])
     launch.constants.update(change)
     check_fits("sm_90", launch, launch.compile("sm_90", torch.bfloat16))
 
 
 @pytest.mark.parametrize("heads", SPILLS)
 def test_spills_in_the_loop(monkeypatch: pytest.MonkeyPatch, heads: str) -> None:
-    launch = plain(launches(monkeypatch, "sm_90", torch.bfloat16, heads)[1])
+    launch = plain(launches(monkeypatch, "sm_90", torch.bfloat16, heads)[2])
     found, spills = aot.loop_spills(launch.compile("sm_90", torch.bfloat16), "HGMMA")
     assert found >= 20  # Q.K^T of nope and rope, and P.V
     assert spills <= SPILLS[heads]

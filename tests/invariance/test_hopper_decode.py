@@ -13,17 +13,18 @@ from triton_mla.tuning import ARCHITECTURES, Schedule, arch_of
 
 pytestmark = pytest.mark.gpu
 MANY = ARCHITECTURES["sm_90"].hopper
+SLICED = [replace(MANY, value_slices=slices) for slices in (2, 4)]
 FEW = [Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)]
 FEW += [Schedule("hopper_two_phase", rows, num_warps=8, num_stages=2, pdl=True) for rows in (16, 32, 64)]
 # Tiles of a split from none to all of a ring of three and more; empty rows; splits that end within a tile.
 LENS = [1, 0, 63, 64, 65, 127, 128, 129, 192, 193, 257, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4100, 33, 700, 3000]
 EXTEND = [(2, 2), (64, 2), (65, 4), (130, 7), (1024, 64), (1025, 70), (1030, 4), (2049, 70), (70, 70), (4100, 7), (63, 63), (700, 1), (0, 3), (20, 33)]
 # A form, and how many times the requests: with eight most of them are folded, which the forms for few items do not do.
-FORMS = [(MANY, 1), (MANY, 8), *[(few, 1) for few in FEW]]
+FORMS = [*[(form, times) for form in (MANY, *SLICED) for times in (1, 8)], *[(few, 1) for few in FEW]]
 
 
-def name(form):
-    return f"{form.form} {form.block_rows} rows"
+def named(form):
+    return f"{form.form} {form.block_rows} rows" + (f" {form.value_slices} slices" if form.value_slices > 1 else "")
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
@@ -33,12 +34,12 @@ def mla16(request, mla):
     return mla.with_dtype(request.param)
 
 
-@pytest.fixture(params=[MANY, *FEW], ids=name)
+@pytest.fixture(params=[MANY, *SLICED, *FEW], ids=named)
 def form(request):
     return request.param
 
 
-@pytest.fixture(params=FORMS, ids=lambda pair: f"{name(pair[0])} x {pair[1]}")
+@pytest.fixture(params=FORMS, ids=lambda pair: f"{named(pair[0])} x {pair[1]}")
 def form_and_times(request):
     return request.param
 
@@ -68,7 +69,7 @@ def extends(times=1):
 def both(mla, prepared, form, op, batch, what=""):
     """The rows of the form, which are those of the portable one; twice, since a second call takes a shorter way."""
     run = getattr(mla, op)
-    expected = run(batch, plan=mla.plan(op, batch, replace(form, form="one_pass", num_stages=2)))
+    expected = run(batch, plan=mla.plan(op, batch, replace(form, form="one_pass", num_stages=2, value_slices=1)))
     count = len(prepared)
     plan = mla.plan(op, batch, form)
     for _ in range(2):
@@ -141,7 +142,7 @@ def test_parts_of_row_tiles(mla16, value_rows):
         run(batch, plan=replace(mla16.plan(op, batch, form), value_rows=value_rows)).assert_same(expected)
 
 
-@pytest.mark.parametrize("form", FEW, ids=name)
+@pytest.mark.parametrize("form", FEW, ids=named)
 def test_waves(mla16, form, monkeypatch):
     batch = mla16.batch(requests(), num_heads=128)
     expected = mla16.decode(batch, plan=mla16.plan("decode", batch, form))

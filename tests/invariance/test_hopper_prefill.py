@@ -53,6 +53,13 @@ def test_batches(mha16, launches, requests):
     assert_same(mha16, launches, mha16.make(requests, [1 + i % 5 for i in range(len(requests))]))
 
 
+@pytest.mark.parametrize("group_bytes", [1, 1 << 19], ids=["alone", "some"])
+def test_requests_in_groups(mha16, group_bytes):
+    """Too many keys for one head of all requests to be worked on together."""
+    batch = mha16.make(RAGGED)
+    mha16.prefill(batch, schedule=replace(HOPPER, group_bytes=group_bytes)).assert_same(mha16.prefill(batch, schedule=PORTABLE))
+
+
 def test_without_causality(mha16, launches):
     assert_same(mha16, launches, mha16.make(RAGGED), causal=False)
 

@@ -220,6 +220,8 @@ def test_up_projection_schedules(mha_each, monkeypatch):
     rows = mha_each.prefill_paged(batch)
     table = PREFILL_TABLES[arch_of(mha_each.device)]
     products = [ProductSchedule(16, 32, 16, 4, 1), ProductSchedule(128, 64, 64, 4, 2), ProductSchedule(64, 256, 32, 8, 3)]
+    if arch_of(mha_each.device) == "sm_90":
+        products += [ProductSchedule(128, 256, 64, 8, 4, tma=True, subtiles=2), ProductSchedule(64, 64, 64, 4, 3, tma=True)]
     for product in products if mha_each.device.type == "cuda" else products[:1]:
         changed = {**PREFILL_TABLES, table_name(table): replace(table, product=product, product_fp32=replace(product, block_k=16, num_stages=1))}
         monkeypatch.setattr(prefill_launch, "PREFILL_TABLES", changed)

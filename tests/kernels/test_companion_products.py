@@ -33,10 +33,11 @@ def draw(device, interpreter):
 def check(actual, expected64, terms=None):
     """The error budget: one rounding of the result, and of sums whose terms are of unit scale.
 
-    A sum in the order of k of K such terms is off by 0.4 * 2^-24 * K (rms) in fp32: six times that, of a few hundred values.
+    A sum in the order of k of K such terms is off by 0.4 * 2^-24 * K (rms) in fp32, and by more the larger the sum is (seven times that, of 2,310
+    values of K = 77): twelve times.
     """
     terms = max(1.0, float(terms if terms is not None else 512))
-    assert_close(actual, expected64, 2**-23 * max(16.0, 1.25 * terms) if actual.dtype == torch.float32 else EPSILON[actual.dtype] * 4 * terms**0.5)
+    assert_close(actual, expected64, 2**-23 * max(16.0, 2.5 * terms) if actual.dtype == torch.float32 else EPSILON[actual.dtype] * 4 * terms**0.5)
 
 
 def rows_alone(op, x, whole, counts):

@@ -9,7 +9,8 @@ NAN = float("nan")
 SPLIT = 128
 
 
-def run(device, q_lens, lens, *, heads=16, num_heads=None, padding=0, limit=10**6, programs=8, slot_tiles=7, num_splits=16, starts=None, grid=3, with_lse=True):
+def run(device, q_lens, lens, *, heads=16, num_heads=None, padding=0, limit=10**6, programs=8, slices=1, slot_tiles=7, num_splits=16, starts=None, grid=3,
+        with_lse=True):
     """(items [n, 7], partials of each row tile with room [slot_tiles, 64], their (token, head) pairs, out, lse); q_lens None: a decode."""
     num_heads = heads if num_heads is None else num_heads
     tokens = 64 // heads
@@ -27,7 +28,7 @@ def run(device, q_lens, lens, *, heads=16, num_heads=None, padding=0, limit=10**
     work_at = slot_tiles * (num_splits * 515 + 2)
     hopper_decode_work_kernel[(grid,)](
         torch.tensor(starts, **ints), torch.tensor(lens, **ints), out, lse, partials, *out.stride()[:2], num_tokens, len(lens), num_heads, limit, SPLIT,
-        num_splits, slot_tiles, programs, room, work_at, HEADS=heads, BATCH=256, DECODE=decode, WITH_LSE=with_lse, PDL=False, enable_fp_fusion=False)
+        num_splits, slot_tiles, programs, slices, room, work_at, HEADS=heads, BATCH=256, DECODE=decode, WITH_LSE=with_lse, PDL=False, enable_fp_fusion=False)
     work = partials[64 * work_at :].view(torch.int32)
     rows = partials[slot_tiles * 64 * num_splits * 515 :].view(torch.int32)[: 2 * 64 * slot_tiles].view(2, slot_tiles, 64)
     count = int(work[0])
@@ -44,7 +45,7 @@ def check(device, q_lens, lens, **options):
     starts = [0, *torch.tensor(q_lens, dtype=torch.int64).cumsum(0).tolist()]
     limit = options.get("limit", 10**6)
     served = [n if 0 < n <= limit else 0 for n in lens]
-    load = sum(-(-m // tokens) * blocks * n for m, n in zip(q_lens, served, strict=True)) / options.get("programs", 8)
+    load = sum(-(-m // tokens) * blocks * n for m, n in zip(q_lens, served, strict=True)) * options.get("slices", 1) / options.get("programs", 8)
     want, used, room = set(), 0, True
     rows = {}
     for i, (m, n) in enumerate(zip(q_lens, served, strict=True)):
@@ -105,6 +106,12 @@ def test_extend(device, heads, num_heads):
 def test_a_full_machine_folds(device):
     items = check(device, None, [600, 500, 3, 610, 590, 100] * 3, heads=64, num_heads=128)
     assert all(item[6] == -1 for item in items)
+
+
+def test_value_slices_are_load(device):
+    """Each slice of a request is as long as the request: with more of them, only longer ones are spread."""
+    spread = [[item[6] >= 0 for item in check(device, None, [900, 300, 200, 1], slices=slices)] for slices in (1, 2, 4)]
+    assert [sum(items) for items in spread] == [8 + 3 + 2, 8, 8]
 
 
 def test_no_room_for_partials(device):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from triton_mla.hopper_prefill import groups
 from triton_mla.kernels.hopper.work import hopper_work_kernel
 
 TILE = 128
@@ -31,7 +32,10 @@ def requests_of(q_lens, kv_lens, *, causal=True, positions=None, limit=10**6, ch
     return out
 
 
-def expected(requests, *, keep=False, chunk=None):
+ALL = 1 << 30  # keys of a group of requests
+
+
+def expected(requests, *, keep=False, chunk=None, group_keys=ALL):
     """Rows of the list, and the query tokens that no tile has."""
     rows, seen = [], set()
     for first, m, begin, n, position in requests:
@@ -40,14 +44,15 @@ def expected(requests, *, keep=False, chunk=None):
                 finished = min(j * TILE + TILE, position + m) <= chunk[1] if chunk else not keep
                 rows.append((begin, n, j * TILE, first - position, max(position, 0), position + m, min(j + 1, -(-n // TILE)), int(finished)))
             seen |= set(range(first + max(-position, 0), first + m))
-    return sorted(rows, key=lambda row: -row[6]), seen  # stable: requests, then tiles, in their order
+    return sorted(rows, key=lambda row: (row[0] // group_keys, -row[6])), seen  # stable: requests, then tiles, in their order
 
 
-def run(device, q_lens, kv_lens, *, num_tokens, causal=True, positions=None, limit=10**6, chunk=None, group=(0, 0), state=None, keep=False):
+def run(device, q_lens, kv_lens, *, num_tokens, causal=True, positions=None, limit=10**6, chunk=None, group=(0, 0), state=None, keep=False,
+        group_keys=ALL):
     ints = {"dtype": torch.int32, "device": device}
     tiles = num_tokens // TILE + 2 * len(q_lens)
     work = torch.full((tiles + 1, 8), -1, **ints)
-    count = torch.full((1,), -1, **ints)
+    count = torch.full((2,), -1, **ints)
     out = torch.full((num_tokens, HEADS, 128), NAN, dtype=torch.float16, device=device)
     lse = torch.full((num_tokens, HEADS), 7.0, device=device)
     lengths = torch.tensor(kv_lens if chunk else starts(kv_lens), **ints)
@@ -55,9 +60,11 @@ def run(device, q_lens, kv_lens, *, num_tokens, causal=True, positions=None, lim
     at = q_starts if positions is None else torch.tensor(positions, **ints)
     hopper_work_kernel[(len(q_lens) + 1, 3)](
         work, count, out, lse, *(state or (lse, lse, lse)), q_starts, lengths, at, *out.stride()[:2], HEADS, num_tokens, len(q_lens), HEADS, limit, *group,
-        *(chunk or (0, 0)), CAUSAL=causal, HAS_POSITIONS=positions is not None, CHUNKED=chunk is not None, RESUME=state is not None and not keep, KEEP=keep,
-        WITH_LSE=True, enable_fp_fusion=False)
-    return [tuple(row) for row in work[: int(count)].tolist()], work[int(count) :], out, lse
+        *(chunk or (0, 0)), group_keys, CAUSAL=causal, HAS_POSITIONS=positions is not None, CHUNKED=chunk is not None,
+        RESUME=state is not None and not keep, KEEP=keep, WITH_LSE=True, PDL=False, enable_fp_fusion=False)
+    rows, taken = count.tolist()
+    assert taken == 0
+    return [tuple(row) for row in work[:rows].tolist()], work[rows:], out, lse
 
 
 BATCHES = [
@@ -81,10 +88,11 @@ def test_longest_tiles_first(device, q_lens, kv_lens, causal):
         assert bool((lse[token] == (7.0 if token in seen else -torch.inf)).all()), token
 
 
-def test_many_requests(device):
+@pytest.mark.parametrize("group_keys", [ALL, 5000, 1])
+def test_many_requests(device, group_keys):
     q_lens, kv_lens = [1 + i % 200 for i in range(130)], [1 + i % 200 + i * 37 % 700 for i in range(130)]
-    rows, _, _, _ = run(device, q_lens, kv_lens, num_tokens=sum(q_lens))
-    assert rows == expected(requests_of(q_lens, kv_lens))[0]
+    rows, _, _, _ = run(device, q_lens, kv_lens, num_tokens=sum(q_lens), group_keys=group_keys)
+    assert rows == expected(requests_of(q_lens, kv_lens), group_keys=group_keys)[0]
 
 
 @pytest.mark.parametrize("positions", [[0, 0], [-5, 200], [-130, 1000], [77, -400]])
@@ -123,3 +131,11 @@ def test_a_state(device):
     torch.testing.assert_close(lse, torch.full_like(lse, 11 * 0.6931471805599453))
     run(device, [20], [0], num_tokens=20, state=state, keep=True)
     assert bool((state[0] == -torch.inf).all()) and not state[1].any() and not state[2].any()
+
+
+@pytest.mark.parametrize("keys, num_heads, megabytes, heads, group_keys", [
+    (8192, 128, 32, 8, 8192), (32768, 16, 64, 4, 32768), (10240, 128, 64, 12, 10240), (4096, 16, 64, 16, 4096), (200_000, 16, 64, 1, 100_000), (5, 3, 0, 1, 1),
+])
+def test_keys_and_values_that_stay_in_l2(keys, num_heads, megabytes, heads, group_keys):
+    """All keys of some heads, or of one head as many as fit, in groups of like size."""
+    assert groups(keys, num_heads, max(1, megabytes << 20), 2) == (heads, group_keys)

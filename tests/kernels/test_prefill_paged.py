@@ -81,7 +81,8 @@ def test_waves_fit_the_limit_and_change_no_bit(mha, monkeypatch, requests_togeth
 def plan_of(mha, batch):
     return plan_prefill(
         num_tokens=len(batch.q), batch_size=len(batch.requests), num_heads=mha.num_heads, max_seq_len=batch.block_table.shape[1] * mha.page_size,
-        qk_nope_head_dim=mha.nope, qk_rope_head_dim=mha.rope, v_head_dim=mha.value, dtype=mha.dtype, chunk_tokens=4 * mha.tile, order=mha.order)
+        qk_nope_head_dim=mha.nope, qk_rope_head_dim=mha.rope, v_head_dim=mha.value, kv_lora_rank=mha.rank, dtype=mha.dtype,
+        chunk_tokens=4 * mha.tile, order=mha.order)
 
 
 def test_workspace_is_as_large_as_stated(mha):
@@ -96,12 +97,13 @@ def test_workspace_is_as_large_as_stated(mha):
 
 def test_workspace_of_one_chunk_has_no_state():
     sizes = {"num_tokens": 1000, "batch_size": 1, "num_heads": 16, "max_seq_len": 1000}
-    assert prefill_workspace_bytes(**sizes) == 1024 * (16 * 256 + 64) * 2
+    assert prefill_workspace_bytes(**sizes) == 1024 * (16 * 256 + 512 + 64) * 2
     more = prefill_workspace_bytes(**{**sizes, "max_seq_len": 5000})
-    assert more == 4096 * (16 * 256 + 64) * 2 + 1000 * 16 * 4 * (128 + 8 + 1)
+    assert more == 4096 * (16 * 256 + 512 + 64) * 2 + 1000 * 16 * 4 * (128 + 8 + 1)
 
 
 @pytest.mark.parametrize("change", [{"chunk_tokens": 100}, {"chunk_tokens": 0}, {"num_heads": 129}, {"v_head_dim": 8}, {"max_seq_len": -1},
+                                    {"kv_lora_rank": 520},
                                     {"dtype": torch.float64}, {"order": 3}])
 def test_refused_sizes(change):
     with pytest.raises(ValueError, match=next(iter(change))):

@@ -129,6 +129,7 @@ class Mha:
             num_heads=batch.q.shape[1],
             max_seq_len=batch.block_table.shape[1] * batch.page_size,
             qk_rope_head_dim=profile.qk_rope_head_dim,
+            kv_lora_rank=profile.kv_lora_rank,
             dtype=self.trial.dtype,
             chunk_tokens=options["chunk_tokens"],
             order=options["order"],

@@ -27,9 +27,8 @@ def schedules(arch: str, dtype: torch.dtype) -> list[Schedule]:
         replace(one_pass, block_rows=32, num_warps=4, num_stages=2),
         replace(one_pass, block_rows=64, num_warps=4, num_stages=1),
         replace(one_pass, block_rows=64, num_warps=8, num_stages=2),
-        two_phase,
         replace(two_phase, block_rows=64, num_warps=8, num_stages=2, block_v=128),
-        *([] if table.hopper is None else [table.hopper]),
+        *table.schedules(),
     ]
 
 
@@ -52,4 +51,5 @@ def plans(trial: Trial, batch: PagedBatch, *, decode: bool) -> Iterator[tuple[st
             order=trial.profile.order,
             schedule=s,
         )
-        yield f"{s.form}, {s.block_rows} rows, {s.num_warps} warps, {s.num_stages} stages", plan
+        slices = f", {s.value_slices} slices" if s.value_slices > 1 else ""
+        yield f"{s.form}, {s.block_rows} rows, {s.num_warps} warps, {s.num_stages} stages{slices}", plan

@@ -9,6 +9,7 @@ from .registers import TILE
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 SHARED4 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4))
 RECORD_WRITE = gl.constexpr(gl.BlockedLayout([8], [32], [1], [0]))
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 # A descriptor over rows of a request has two more axes of this size, whose strides bring the address back: see hopper_prefill.request_rows.
 AXIS = gl.constexpr(0x40000000)
 
@@ -47,22 +48,12 @@ def copy_v(v_desc, start, length, row, col, tile, v_empty, v_full, v):
 
 
 @gluon.jit
-def place_in_round(k):
-    """This program's place in round ``k`` of items of falling length.
-
-    First to last or last to first, by the parity of the ones of k: over four rounds that evens out lengths that fall linearly, over eight
-    those that fall with a bend too.
-    """
-    odd = k ^ (k >> 8)
-    odd = odd ^ (odd >> 4)
-    odd = odd ^ (odd >> 2)
-    odd = (odd ^ (odd >> 1)) & 1
-    return gl.where(odd == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-
-
-@gluon.jit
 def producer(q_desc, k_desc, pe_desc, v_desc, WORK, COUNT, head_group, num_heads, stride_q_head, stride_k_head, stride_v_head, buffers, barriers):
-    """All query tiles of a group of heads, longest first, then the next group, so that its keys and values stay in L2.
+    """All query tiles of a group of heads, in the order of the list, then the next group, so that its keys and values stay in L2.
+
+    A program's first item is its own number, each further one the next that no program has taken. Dealt in advance, a group's items fill whole
+    rounds of programs: of 12 query tiles and 3 heads 72 of 132 got any. The number is asked for before the last K tile of the item before,
+    whose copy has to wait for longer than that.
 
     Order of an item: record, K0, half of Q, the last V of the item before, the other half of Q, then K(i), V(i-1). The next item's first
     QK stands in the same turn as the last PV, so its operands are asked for before the last V: the wait at the border of items fell from
@@ -78,44 +69,47 @@ def producer(q_desc, k_desc, pe_desc, v_desc, WORK, COUNT, head_group, num_heads
     v = v._reinterpret(DTYPE, [2, 1, 1, 128, 128], SHARED4)
     i = gl.arange(0, 8, RECORD_WRITE)
     programs = gl.num_programs(0)
+    lane = gl.arange(0, 32, LANES)
+    one = gl.full([32], 1, gl.int32, LANES)
+    counter = COUNT + one
     q_tiles = gl.load(COUNT)
-    span = (q_tiles * head_group + programs - 1) // programs * programs  # of a group, in whole rounds
-    total = (num_heads + head_group - 1) // head_group * span
+    span = q_tiles * head_group
+    total = q_tiles * num_heads
     item = gl.program_id(0)
-    k = 0
     n, k_tile, v_tile = 0, 0, 0  # items, K tiles and V tiles so far
     last_start, last_length, last_row, last_col = 0, 0, 0, 0  # the last V of the item before
     while item < total:
         group = item // span
         within = item - group * span
         heads_here = gl.minimum(head_group, num_heads - group * head_group)
-        if within < q_tiles * heads_here:
-            tile = within // heads_here
-            head = group * head_group + (within - tile * heads_here)
-            row = WORK + tile * 8
-            start, length, first, q_base = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
-            begin, end, tiles, finished = gl.load(row + 4), gl.load(row + 5), gl.load(row + 6), gl.load(row + 7)
-            mbarrier.wait(record_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
-            fields = gl.where(i == 0, tiles, gl.where(i == 1, first, gl.where(i == 2, q_base, gl.where(i == 3, begin, gl.where(
-                i == 4, end, gl.where(i == 5, head, gl.where(i == 6, length, finished)))))))
-            record.index(n & 1).store(fields)
-            mbarrier.arrive(record_full.index(n & 1), count=1)
-            copy_k(k_desc, pe_desc, start, length, 0, head * stride_k_head, k_tile, k_empty, k_full, k_nope, k_rope)
-            k_tile += 1
-            copy_q(q_desc, q_nope, q_rope, q_full, q_empty, n, q_base + first, head * stride_q_head, 0)
-            if n > 0:
-                copy_v(v_desc, last_start, last_length, last_row, last_col, v_tile, v_empty, v_full, v)
-                v_tile += 1
-            copy_q(q_desc, q_nope, q_rope, q_full, q_empty, n, q_base + first, head * stride_q_head, 1)
-            for j in range(1, tiles):
+        tile = within // heads_here
+        head = group * head_group + (within - tile * heads_here)
+        row = WORK + tile * 8
+        start, length, first, q_base = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
+        begin, end, tiles, finished = gl.load(row + 4), gl.load(row + 5), gl.load(row + 6), gl.load(row + 7)
+        mbarrier.wait(record_empty.index(n & 1), ((n >> 1) & 1) ^ 1)
+        fields = gl.where(i == 0, tiles, gl.where(i == 1, first, gl.where(i == 2, q_base, gl.where(i == 3, begin, gl.where(
+            i == 4, end, gl.where(i == 5, head, gl.where(i == 6, length, finished)))))))
+        record.index(n & 1).store(fields)
+        mbarrier.arrive(record_full.index(n & 1), count=1)
+        copy_k(k_desc, pe_desc, start, length, 0, head * stride_k_head, k_tile, k_empty, k_full, k_nope, k_rope)
+        k_tile += 1
+        copy_q(q_desc, q_nope, q_rope, q_full, q_empty, n, q_base + first, head * stride_q_head, 0)
+        if n > 0:
+            copy_v(v_desc, last_start, last_length, last_row, last_col, v_tile, v_empty, v_full, v)
+            v_tile += 1
+        copy_q(q_desc, q_nope, q_rope, q_full, q_empty, n, q_base + first, head * stride_q_head, 1)
+        taken = one
+        for j in range(tiles):
+            taken = gl.atomic_add(counter, one, mask=(lane == 0) & (j == tiles - 1), sem="relaxed")
+            if j > 0:
                 copy_k(k_desc, pe_desc, start, length, j * TILE, head * stride_k_head, k_tile, k_empty, k_full, k_nope, k_rope)
                 k_tile += 1
                 copy_v(v_desc, start, length, j * TILE - TILE, head * stride_v_head, v_tile, v_empty, v_full, v)
                 v_tile += 1
-            last_start, last_length, last_row, last_col = start, length, tiles * TILE - TILE, head * stride_v_head
-            n += 1
-        k += 1
-        item = k * programs + place_in_round(k)
+        last_start, last_length, last_row, last_col = start, length, tiles * TILE - TILE, head * stride_v_head
+        n += 1
+        item = programs + gl.sum(gl.where(lane == 0, taken, 0), 0)
     if n > 0:
         copy_v(v_desc, last_start, last_length, last_row, last_col, v_tile, v_empty, v_full, v)
     mbarrier.wait(record_empty.index(n & 1), ((n >> 1) & 1) ^ 1)

@@ -8,6 +8,11 @@ value columns:
     0   S0 = Q K0;  reference and weights P0 -> 1;             O += P0 (registers) V0;  wait for P1;            O += P1 V1
     1   S1 = Q K1;  wait for P0;  O += P0 V0 meanwhile reference and weights P1 -> 0;   O += P1 (registers) V1;  row sums of both
 
+With SLICES = 2 or 4 that many programs share the value columns of an item, and each makes all of its scores: a warpgroup has 256 / SLICES of
+them. What it costs in products it gains in time, while there are programs to spare: the other columns of K can be replaced as soon as the
+scores are made. Programs take *units*: unit u is slice u % SLICES of item u // SLICES, so that the slices of an item run side by side and its
+latent rows come from memory once.
+
 Shared memory, in bytes of 16-bit data: Q 64 K, its rope columns 8 K, where P1 goes once they are in registers, K 2 x 64 K, its rope columns
 2 x 8 K, P0 8 K, row values, ones and barriers 2 K: all of what one program can have.
 """
@@ -17,9 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .copies import SHARED
-from .decode_copies import BARRIERS, K_FULL, NEXT_READY, Q_EMPTY, Q_FULL, REST0_READY, ROPE_FULL, SUM_READY, producer
-from .decode_relay import ACC, LEFT, mask_scores, relay_0, relay_1
-from .decode_rows import ROW, ROWS, SCORES, SUMS, close_split, load_run, next_item, row_values
+from .decode_copies import BARRIERS, K_EMPTY, K_FULL, NEXT_READY, Q_EMPTY, Q_FULL, REST0_READY, ROPE_FULL, SUM_READY, producer
+from .decode_relay import LEFT, mask_scores, relay_0, relay_1
+from .decode_rows import ROW, ROWS, SCORES, SUMS, close_split, load_run, next_unit, row_values
 
 
 @gluon.jit
@@ -64,19 +69,21 @@ def qk_finish(q, k, k_rope, q_rope, q7, s, z, T: gl.constexpr, WITH_LSE: gl.cons
 
 
 @gluon.jit
-def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constexpr, W: gl.constexpr, WITH_LSE: gl.constexpr):
+def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constexpr, SLICES: gl.constexpr, W: gl.constexpr, WITH_LSE: gl.constexpr):
     q, rope, k, k_rope, p0, row, ones = buffers
     DTYPE: gl.constexpr = k.dtype
     PARTIALS, fold_at = rows[2], rows[4]
-    items = gl.load(WORK)
-    item = gl.program_id(0)
+    COLS: gl.constexpr = 256 // SLICES
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
+    units = gl.load(WORK) * SLICES
+    unit = gl.program_id(0)
     turn = 0
-    pos, end, seen, slot = load_run(WORK, item, items)
+    pos, end, seen, slot = load_run(WORK, unit, units, SLICES)
     stop = gl.minimum(pos + kv_split, end)
     pair, splits = 0, 0
-    fresh = 2  # at the first pair of a split 1, of an item 2
+    fresh = 2  # at the first pair of a split 1, of a unit 2
     open_split = -1  # which acc belongs to, not stored yet: see close_split
-    acc = gl.zeros([ROWS, 256], gl.float32, ACC)
+    acc = gl.zeros([ROWS, COLS], gl.float32, ACC)
     sums = gl.zeros([ROWS, 8], gl.float32, SUMS)
     ref = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     rest = gl.zeros([ROWS], gl.float32, ROW)
@@ -84,7 +91,7 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
     q7 = q_rope
     # Q's rope columns wait here while a split is stored, for want of registers: K is full again, so its weights are not needed any more
     kept = p0 if W == 0 else rope
-    while item < items:
+    while unit < units:
         phase = pair & 1
         z = pair & zero
         if fresh == 2:
@@ -100,7 +107,7 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
                 else:  # complete already; but ptxas else waits for the four products of Q K too
                     acc, sums = warpgroup_mma_wait(4, deps=[acc, sums])
                     total = row_values(sums)
-                close_split(acc, ref, total, rest, rows, open_split, W, HEADS, WITH_LSE)
+                close_split(acc, ref, total, rest, rows, open_split, W, HEADS, SLICES, WITH_LSE)
             if fresh == 2:
                 mbarrier.wait(bars[ROPE_FULL], turn & 1)
                 q_rope = pack(rope.load(LEFT))
@@ -108,26 +115,29 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
                 q_rope = pack(kept.load(LEFT))
             if not WITH_LSE:  # of each split again: not live while one is stored
                 q7 = pack(q._reinterpret(DTYPE, [8, 64, 64], SHARED).index(7).load(LEFT))
-            acc = gl.zeros([ROWS, 256], gl.float32, ACC)
+            acc = gl.zeros([ROWS, COLS], gl.float32, ACC)
             sums = gl.zeros([ROWS, 8], gl.float32, SUMS)
             ref = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-            open_split = 8 * item + 4 * (slot < 0).to(gl.int32) + 2 * (pos > 0).to(gl.int32) + (stop >= end).to(gl.int32)
+            open_split = 8 * unit + 4 * (slot < 0).to(gl.int32) + 2 * (pos > 0).to(gl.int32) + (stop >= end).to(gl.int32)
             splits += 1
         s = warpgroup_mma_wait(0, deps=[qk_finish(q, k, k_rope, q_rope, q7, s, z, W, WITH_LSE)])
+        if SLICES > 1:
+            mbarrier.arrive(bars[K_EMPTY + 2 * W + 1], count=1)
         over = pos + 128 >= stop
         last = over & (stop >= end)
         if last:
             mbarrier.arrive(bars[Q_EMPTY], count=1)
             mbarrier.wait(bars[NEXT_READY], turn & 1)
             turn += 1
-            item = gl.load(next_item(PARTIALS, fold_at) + (turn & 1))
-        next_pos, next_end, next_seen, next_slot = load_run(WORK, item, gl.where(last, items, 0))  # its latency is hidden behind the softmax
+            unit = gl.load(next_unit(PARTIALS, fold_at) + (turn & 1))
+        next_pos, next_end, next_seen, next_slot = load_run(WORK, unit, gl.where(last, units, 0), SLICES)  # its latency is hidden behind the softmax
         if gl.minimum(seen, stop) < pos + (64 * W + 64):
             s = mask_scores(s, seen - pos - 64 * W, stop - pos - 64 * W, HEADS)
+        part = z if SLICES == 1 else (open_split >> 2) & (2 * SLICES - 2)  # twice the slice of the unit
         if W == 0:
-            acc, ref = relay_0(s, acc, ref, fresh, z, buffers, bars, phase, scale, WITH_LSE)
+            acc, ref = relay_0(s, acc, ref, fresh, part, buffers, bars, phase, scale, SLICES, WITH_LSE)
         else:
-            acc, sums, ref, rest = relay_1(s, acc, sums, ref, z, buffers, bars, phase, scale, WITH_LSE)
+            acc, sums, ref, rest = relay_1(s, acc, sums, ref, part, buffers, bars, phase, scale, SLICES, WITH_LSE)
         pair += 1
         pos = gl.minimum(pos + 128, stop)
         fresh = over.to(gl.int32)
@@ -146,7 +156,7 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
             total = row.index(2).load(ROW)
         else:
             total = row_values(sums)
-        close_split(acc, ref, total, rest, rows, open_split, W, HEADS, WITH_LSE)
+        close_split(acc, ref, total, rest, rows, open_split, W, HEADS, SLICES, WITH_LSE)
 
 
 @gluon.jit(
@@ -156,7 +166,7 @@ def consumer(rows, WORK, kv_split, scale, zero, buffers, bars, HEADS: gl.constex
 def hopper_decode_kernel(
     qn_desc, qp_desc, kv_desc, BLOCK_TABLE, OUT, LSE, PARTIALS, scale_log2, page_rows, stride_table, stride_out_token, stride_out_head,
     num_heads, kv_split, num_splits, num_rows, work_at, fold_at, zero,
-    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, SLICES: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr,
 ):
     """Grid (programs). PARTIALS: kernels/partials.py; from 64 * work_at on the list of work, from 64 * fold_at on each
     program's 64 x 512 and then 2 x 3 x 64 fp32 of scratch memory. ``page_rows``: rows from a page to the next. ``zero`` is 0."""
@@ -173,13 +183,14 @@ def hopper_decode_kernel(
     for _i in gl.static_range(BARRIERS if WITH_LSE else REST0_READY):
         bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
     for i in gl.static_range(BARRIERS if WITH_LSE else REST0_READY):
-        mbarrier.init(bars[i], count=2 if i == Q_EMPTY else 1)
+        mbarrier.init(bars[i], count=2 if i == Q_EMPTY or (SLICES > 1 and (i == K_EMPTY or i == K_EMPTY + 2)) else 1)
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
     WORK = (PARTIALS + work_at.to(gl.int64) * ROWS).to(gl.pointer_type(gl.int32))
     rows = (OUT, LSE, PARTIALS, WORK, fold_at, num_heads, num_splits, num_rows, stride_out_token, stride_out_head, zero)
     gl.warp_specialize([
-        (consumer, (rows, WORK, kv_split, scale_log2, zero, buffers, bars, HEADS, 0, WITH_LSE)),
-        (consumer, (rows, WORK, kv_split, scale_log2, zero, buffers, bars, HEADS, 1, WITH_LSE)),
-        (producer, (qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, PARTIALS, fold_at, page_rows, stride_table, kv_split, buffers, bars, HEADS, PAGE_SIZE, SEG)),
+        (consumer, (rows, WORK, kv_split, scale_log2, zero, buffers, bars, HEADS, SLICES, 0, WITH_LSE)),
+        (consumer, (rows, WORK, kv_split, scale_log2, zero, buffers, bars, HEADS, SLICES, 1, WITH_LSE)),
+        (producer, (qn_desc, qp_desc, kv_desc, BLOCK_TABLE, WORK, PARTIALS, fold_at, page_rows, stride_table, kv_split, buffers, bars, HEADS, PAGE_SIZE, SEG,
+                    SLICES)),
     ], [4, 1], [240, 24])

@@ -1,20 +1,20 @@
 """A pair of KV tiles in the Hopper decode: how the two warpgroups pass its softmax on to each other (the table in decode.py).
 
 The arithmetic is that of `_common.softmax_step` and `_common.sum_weights`. ``buffers`` and ``bars``: decode.py and decode_copies.py. Row values
-in shared memory: the reference after tiles 0 and 1, sums of a split's rounded weights, and of what rounding took from them.
+in shared memory: the reference after tiles 0 and 1, sums of a split's rounded weights, and of what rounding took from them. ``part``: where
+in K, cut into 4 * SLICES parts, the value columns of tile 0 and warpgroup 0 lie.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .copies import SHARED
 from .decode_copies import K_EMPTY, P0_READY, P1_READY, REF1_READY, REST0_READY, REST1_READY
 from .decode_rows import COLUMN, ROW, ROWS, SCORES, SUMS, no_nan, row_values
 from .registers import across, full_like
 
-ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))  # the left operand of a product, in registers
-LEFT_OF_ACC = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 LEFT_OF_SUMS = gl.constexpr(gl.DotOperandLayout(0, SUMS.value, 2))
 
 
@@ -54,8 +54,10 @@ def spread(x):
 
 
 @gluon.jit
-def relay_0(s, acc, ref, fresh, z, buffers, bars, phase, scale, WITH_LSE: gl.constexpr):
+def relay_0(s, acc, ref, fresh, part, buffers, bars, phase, scale, SLICES: gl.constexpr, WITH_LSE: gl.constexpr):
     q, rope, k, k_rope, p0, row, ones = buffers
+    LEFT_OF_ACC: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    values = k._reinterpret(k.dtype, [4 * SLICES, 64, 256 // SLICES], SHARED)
     ref0 = gl.maximum(ref, on_grid(s, scale))
     row.index(0).store(ref0)
     alpha = gl.exp2(ref - no_nan(ref0))
@@ -69,7 +71,7 @@ def relay_0(s, acc, ref, fresh, z, buffers, bars, phase, scale, WITH_LSE: gl.con
         rest = gl.where(fresh != 0, 0.0, row.index(3).load(ROW))
         rests = warpgroup_mma(rest_of(p, rounded), ones.permute((1, 0)), rescale(spread(rest), alpha), is_async=True)
     acc = rescale(acc, alpha)
-    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), k.index(z), acc, is_async=True)
+    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), values.index(part), acc, is_async=True)
     if WITH_LSE:
         rests = warpgroup_mma_wait(1, deps=[rests])
         row.index(3).store(row_values(rests))
@@ -81,15 +83,18 @@ def relay_0(s, acc, ref, fresh, z, buffers, bars, phase, scale, WITH_LSE: gl.con
     mbarrier.arrive(bars[K_EMPTY], count=1)
     acc = rescale(acc, alpha)
     mbarrier.wait(bars[P1_READY], phase)
-    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(rope, k.index(z + 2), acc, is_async=True)])
+    acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(rope, values.index(part + 2 * SLICES), acc, is_async=True)])
     mbarrier.arrive(bars[K_EMPTY + 2], count=1)
     return acc, ref
 
 
 @gluon.jit
-def relay_1(s, acc, sums, ref, z, buffers, bars, phase, scale, WITH_LSE: gl.constexpr):
+def relay_1(s, acc, sums, ref, part, buffers, bars, phase, scale, SLICES: gl.constexpr, WITH_LSE: gl.constexpr):
     """Also the row sums of tiles 0 and 1, and of the rests of tile 1."""
     q, rope, k, k_rope, p0, row, ones = buffers
+    LEFT_OF_ACC: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    FREED: gl.constexpr = K_EMPTY + (1 if SLICES == 1 else 0)
+    values = k._reinterpret(k.dtype, [4 * SLICES, 64, 256 // SLICES], SHARED)
     own = on_grid(s, scale)
     mbarrier.wait(bars[P0_READY], phase)
     ref0 = row.index(0).load(ROW)
@@ -97,7 +102,7 @@ def relay_1(s, acc, sums, ref, z, buffers, bars, phase, scale, WITH_LSE: gl.cons
     acc = rescale(acc, alpha)
     sums = rescale(sums, alpha)
     p_sum = warpgroup_mma(p0, ones.permute((1, 0)), sums, is_async=True)
-    pv = warpgroup_mma(p0, k.index(z + 1), acc, is_async=True)
+    pv = warpgroup_mma(p0, values.index(part + 1), acc, is_async=True)
     ref = gl.maximum(ref0, own)
     row.index(1).store(ref)
     mbarrier.arrive(bars[REF1_READY], count=1)
@@ -110,13 +115,13 @@ def relay_1(s, acc, sums, ref, z, buffers, bars, phase, scale, WITH_LSE: gl.cons
     rest = gl.zeros([ROWS], gl.float32, ROW)
     sums, acc = warpgroup_mma_wait(0, deps=[p_sum, pv])
     sums = rescale(sums, alpha)
-    mbarrier.arrive(bars[K_EMPTY + 1], count=1)
+    mbarrier.arrive(bars[FREED], count=1)
     if WITH_LSE:
         mbarrier.wait(bars[REST0_READY], phase)
         rests = warpgroup_mma(rest_of(p, rounded), ones.permute((1, 0)), rescale(spread(row.index(3).load(ROW)), alpha), is_async=True)
     acc = rescale(acc, alpha)
     p_sum = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_SUMS, assert_trivial=True), ones.permute((1, 0)), sums, is_async=True)
-    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), k.index(z + 3), acc, is_async=True)
+    pv = warpgroup_mma(gl.convert_layout(rounded, LEFT_OF_ACC, assert_trivial=True), values.index(part + 2 * SLICES + 1), acc, is_async=True)
     if WITH_LSE:
         rests, sums, acc = warpgroup_mma_wait(0, deps=[rests, p_sum, pv])
         rest = row_values(rests)
@@ -124,5 +129,5 @@ def relay_1(s, acc, sums, ref, z, buffers, bars, phase, scale, WITH_LSE: gl.cons
         mbarrier.arrive(bars[REST1_READY], count=1)
     else:
         sums, acc = warpgroup_mma_wait(0, deps=[p_sum, pv])
-    mbarrier.arrive(bars[K_EMPTY + 3], count=1)
+    mbarrier.arrive(bars[FREED + 2], count=1)
     return acc, sums, ref, rest

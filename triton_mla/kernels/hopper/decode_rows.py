@@ -1,7 +1,8 @@
 """Where the state of 64 query rows goes when a split ends: a partial, the scratch memory that its tile is folded in, or the result.
 
 A *fold* is the merge of a tile's splits, ascending, by the program that makes them all: the arithmetic of `_common.merge_states`. Its
-scratch memory and the partials have one form, rows of 512 fp32 columns, of which warpgroup ``W`` has 256 W to 256 W + 255.
+scratch memory has room for 512 fp32 columns a row, of which warpgroup ``W`` has those from 256 / SLICES * W on, and so have partials and the
+result, behind the columns of the slices before. What a row has once is stored by slice 0.
 """
 
 from triton.experimental import gluon
@@ -34,10 +35,10 @@ ITEM = gl.constexpr(8)
 
 
 @gluon.jit
-def load_run(WORK, item, items):
-    """(first token, end, tokens that the first query token sees, partial of the first row or -1) of an item; zeros past the last."""
-    at = WORK + (1 + item) * ITEM
-    real = item < items
+def load_run(WORK, unit, units, SLICES: gl.constexpr):
+    """(first token, end, tokens that the first query token sees, partial of the first row or -1) of a unit's item; zeros past the last."""
+    at = WORK + (1 + unit // SLICES) * ITEM
+    real = unit < units
     return gl.load(at, mask=real, other=0), gl.load(at + 1, mask=real, other=0), gl.load(at + 2, mask=real, other=0), gl.load(at + 6, mask=real, other=0)
 
 
@@ -54,8 +55,8 @@ def fold_state(PARTIALS, fold_at):
 
 
 @gluon.jit
-def next_item(PARTIALS, fold_at):
-    """Two ints of a program, where the producer hands over item numbers: what would be the mass of warpgroup 0, which has none."""
+def next_unit(PARTIALS, fold_at):
+    """Two ints of a program, where the producer hands over unit numbers: what would be the mass of warpgroup 0, which has none."""
     return (fold_state(PARTIALS, fold_at) + 2 * ROWS).to(gl.pointer_type(gl.int32))
 
 
@@ -72,10 +73,14 @@ def row_values(sums):
 
 @gluon.jit
 def chunk(acc, C: gl.constexpr):
-    """Columns 64 C to 64 C + 63 of [64, 256]. No data move."""
-    a, b = halves(acc)
-    x, y = halves(a if C < 2 else b)
-    return gl.convert_layout(x if C % 2 == 0 else y, SCORES, assert_trivial=True)
+    """Columns 64 C to 64 C + 63 of [64, 64 to 256]. No data move."""
+    if acc.shape[1] == 64:
+        return acc
+    else:
+        a, b = halves(acc)
+        if acc.shape[1] == 256:
+            a, b = halves(a if C < 2 else b)
+        return gl.convert_layout(a if C % 2 == 0 else b, SCORES, assert_trivial=True)
 
 
 @gluon.jit
@@ -115,11 +120,15 @@ def put(x, C: gl.constexpr, final, inverse, scratch, out, inside):
 
 
 @gluon.jit
-def close_split(acc, ref, total, rest, rows, split, W: gl.constexpr, HEADS: gl.constexpr, WITH_LSE: gl.constexpr):
-    """``split``: 8 * item + 4 * (folded) + 2 * (not its tile's first) + (its item's last). acc [64, 256]; ref, total and, where W = 1,
+def close_split(acc, ref, total, rest, rows, split, W: gl.constexpr, HEADS: gl.constexpr, SLICES: gl.constexpr, WITH_LSE: gl.constexpr):
+    """``split``: 8 * unit + 4 * (folded) + 2 * (not its tile's first) + (its item's last). acc [64, 256 / SLICES]; ref, total and, where W = 1,
     rest [64]: mass = total + rest."""
     OUT, LSE, PARTIALS, WORK, fold_at, num_heads, num_splits, num_rows, stride_out_token, stride_out_head, zero = rows
-    at = WORK + (1 + (split >> 3)) * ITEM
+    CHUNKS: gl.constexpr = 4 // SLICES
+    unit = split >> 3
+    at = WORK + (1 + unit // SLICES) * ITEM
+    value_slice = unit % SLICES
+    column = value_slice * (128 * CHUNKS) + W * (64 * CHUNKS)
     q_token = gl.load(at + 3).to(gl.int64)
     packed = gl.load(at + 4)
     slot = gl.load(at + 6)
@@ -130,7 +139,7 @@ def close_split(acc, ref, total, rest, rows, split, W: gl.constexpr, HEADS: gl.c
     if (split & 4) != 0:
         state = fold_state(PARTIALS, fold_at) + W * (3 * ROWS) + r
         lanes = gl.arange(0, ROWS * 8, SCRATCH_COLUMN) + z * 16
-        scratch = fold_rows(PARTIALS, fold_at) + (gl.arange(0, 8, gl.SliceLayout(1, SCRATCH))[:, None] * (ROWS * 8) + lanes[None, :] + W * (ROWS * 256))
+        scratch = fold_rows(PARTIALS, fold_at) + (gl.arange(0, 8, gl.SliceLayout(1, SCRATCH))[:, None] * (ROWS * 8) + lanes[None, :] + W * (ROWS * 64 * CHUNKS))
         keep = gl.full([ROWS], 1.0, gl.float32, ROW)
         weight = keep
         empty = keep == 0.0
@@ -152,22 +161,25 @@ def close_split(acc, ref, total, rest, rows, split, W: gl.constexpr, HEADS: gl.c
         nothing = total == 0.0
         inverse = gl.div_rn(gl.full([ROWS], 1.0, gl.float32, ROW), gl.where(nothing, 1.0, total))
         out_token, out_head, out_inside = tile_rows(packed, num_heads, z, HEADS, STORED_ROW)
-        out = OUT + (q_token + out_token) * stride_out_token + out_head.to(gl.int64) * stride_out_head + W * 256
+        out = OUT + (q_token + out_token) * stride_out_token + out_head.to(gl.int64) * stride_out_head + column
         if merge:
             put(merged(chunk(acc, 0), first, keep, weight, empty), 0, final, inverse, scratch, out, out_inside)
-            second = gl.load(scratch + ROWS * 64)
-            third = gl.load(scratch + 2 * (ROWS * 64))
-            put(merged(chunk(acc, 1), second, keep, weight, empty), 1, final, inverse, scratch, out, out_inside)
-            put(merged(chunk(acc, 2), third, keep, weight, empty), 2, final, inverse, scratch, out, out_inside)
-            put(merged(chunk(acc, 3), gl.load(scratch + 3 * (ROWS * 64)), keep, weight, empty), 3, final, inverse, scratch, out, out_inside)
+            if CHUNKS == 4:
+                second = gl.load(scratch + ROWS * 64)
+                third = gl.load(scratch + 2 * (ROWS * 64))
+                put(merged(chunk(acc, 1), second, keep, weight, empty), 1, final, inverse, scratch, out, out_inside)
+                put(merged(chunk(acc, 2), third, keep, weight, empty), 2, final, inverse, scratch, out, out_inside)
+            if CHUNKS > 1:
+                LAST: gl.constexpr = CHUNKS - 1
+                put(merged(chunk(acc, LAST), gl.load(scratch + LAST * (ROWS * 64)), keep, weight, empty), LAST, final, inverse, scratch, out, out_inside)
         else:
-            for c in gl.static_range(4):
+            for c in gl.static_range(CHUNKS):
                 put(chunk(acc, c), c, final, inverse, scratch, out, out_inside)
         if final:
             if WITH_LSE and W == 1:
                 token, head, inside = tile_rows(packed, num_heads, z, HEADS, ROW)
                 lse = gl.where(nothing, float("-inf"), (ref + gl.log2(gl.where(nothing, 1.0, mass))) * LN2)
-                gl.store(LSE + ((q_token + token) * num_heads + head), lse, mask=inside)
+                gl.store(LSE + ((q_token + token) * num_heads + head), lse, mask=inside & (value_slice == 0))
         else:
             gl.store(state, ref)
             gl.store(state + ROWS, total)
@@ -178,10 +190,11 @@ def close_split(acc, ref, total, rest, rows, split, W: gl.constexpr, HEADS: gl.c
         row = slot.to(gl.int64) + r
         if W == 1:
             state = PARTIALS + (num_rows.to(gl.int64) * (num_splits * LATENT + 2 * (slot // num_rows)) + row)
-            gl.store(state, ref, mask=inside)
-            gl.store(state + num_rows, total, mask=inside)
+            once = inside & (value_slice == 0)
+            gl.store(state, ref, mask=once)
+            gl.store(state + num_rows, total, mask=once)
             if WITH_LSE:
-                gl.store(state + 2 * num_rows, mass, mask=inside)
+                gl.store(state + 2 * num_rows, mass, mask=once)
         partial = PARTIALS + row[:, None] * LATENT + gl.arange(0, 64, COLUMN)[None, :]
-        for c in gl.static_range(4):
-            gl.store(partial + (W * 256 + c * 64), chunk(acc, c), mask=inside[:, None], eviction_policy="evict_last")
+        for c in gl.static_range(CHUNKS):
+            gl.store(partial + (column + c * 64), chunk(acc, c), mask=inside[:, None], eviction_policy="evict_last")

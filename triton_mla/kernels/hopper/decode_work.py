@@ -2,9 +2,9 @@
 
 A row tile is 64 / HEADS query tokens of a request and a block of up to 64 heads. Its splits are either one item, folded by the program that
 makes them, or an item each, merged from partials by the combine kernel. The bits are the same. A fold needs no memory traffic but spreads a
-request over no more than one program, so it is for requests no longer than 9/8 of the tokens that a program has on average. Of longer ones
-there are fewer than 8/9 as many row tiles as programs: so many have room for partials, or as many as twice `plan.MAX_WORKSPACE_BYTES` holds
-where requests may be longer than 140,000 tokens. The rest is folded.
+request over no more than one program (a program for each value slice), so it is for requests no longer than 9/8 of the tokens that a program
+has on average, which each slice has again. Of longer ones there are fewer than 8/9 as many row tiles, times slices, as programs: so many have
+room for partials, or as many as twice `plan.MAX_WORKSPACE_BYTES` holds where requests may be longer than 140,000 tokens. The rest is folded.
 """
 
 import triton
@@ -42,17 +42,17 @@ def pick(vector, where):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "batch_size", "num_heads", "max_seq_len", "kv_split", "num_splits", "slot_tiles", "programs", "room", "work_at"],
+    do_not_specialize=["num_tokens", "batch_size", "num_heads", "max_seq_len", "kv_split", "num_splits", "slot_tiles", "programs", "slices", "room", "work_at"],
     do_not_specialize_on_alignment=["CU_SEQLENS_Q", "SEQ_LENS", "LSE"],
 )
 def hopper_decode_work_kernel(
     CU_SEQLENS_Q, SEQ_LENS, OUT, LSE, PARTIALS, stride_out_token, stride_out_head, num_tokens, batch_size, num_heads, max_seq_len, kv_split, num_splits,
-    slot_tiles, programs, room, work_at,
+    slot_tiles, programs, slices, room, work_at,
     HEADS: tl.constexpr, BATCH: tl.constexpr, DECODE: tl.constexpr, WITH_LSE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Grid (any), BATCH > batch_size. At 64 * work_at of PARTIALS, int32: a head [8], which is the number of items and 0, where programs count
-    what they have taken besides the first item each; and the items [room, 8]: first token, end, tokens that the tile's first query token sees,
-    that token, block of heads + 256 * query tokens, request, partial of the first row or -1.
+    the units (decode.py) that they have taken besides the first one each; and the items [room, 8]: first token, end, tokens that the tile's
+    first query token sees, that token, block of heads + 256 * query tokens, request, partial of the first row or -1.
 
     Items come by falling length, so that who is done early takes small ones. The blocks of heads of a split lie side by
     side, so that its latent rows come from memory once (128 requests of 8192 tokens and 128 heads: 647 against 568 us, H200).
@@ -67,7 +67,7 @@ def hopper_decode_work_kernel(
     starts, q_lens, lengths, positions, tiles = requests(v, CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, max_seq_len, TOKENS, DECODE)
     row_tiles = tiles * blocks
     seeing = tl.where(lengths > 0, row_tiles, 0)
-    load = tl.sum(seeing.to(tl.float32) * lengths.to(tl.float32), 0) / programs
+    load = tl.sum(seeing.to(tl.float32) * lengths.to(tl.float32), 0) * slices / programs
     long = (lengths > kv_split) & (lengths.to(tl.float32) * 8.0 > load * 9.0)
     slots = tl.cumsum(tl.where(long, row_tiles, 0), 0)
     spread = long & (slots <= slot_tiles)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .copies import SHARED, producer
-from .registers import SCORES, TILE
+from .registers import SCORES, TILE, full_like
 from .rows import load_acc, load_sums, mask_last, record_tiles, store_item
 from .softmax import add_sums, first_step, operand, rescale, step
 
@@ -92,6 +92,8 @@ def begin(s, n, tiles, record, q_empty, rows, scale, DTYPE: gl.constexpr, W: gl.
         mbarrier.arrive(q_empty.index(W), count=1)
     ref, total = load_sums(rows, record, n, W, RESUME)
     ref, alpha, p = first_step(s, ref, scale)
+    if not RESUME:
+        alpha = full_like(alpha, 1.0)  # nothing to rescale: O and the sums are 0
     return add_sums(total, alpha, p), ref, alpha, operand(p, DTYPE)
 
 
@@ -166,7 +168,7 @@ def hopper_prefill_kernel(
     q_desc, k_desc, pe_desc, v_desc, OUT, LSE, REFERENCE, TOTAL, ACC, WORK, COUNT, scale_log2, stride_q_head, stride_k_head, stride_v_head,
     stride_out_token, stride_out_head, stride_lse, num_heads, head_group, zero, RESUME: gl.constexpr, KEEP: gl.constexpr, WITH_LSE: gl.constexpr,
 ):
-    """Grid (programs). ``zero`` is 0. WORK [tiles, 8] and COUNT [1] int32: hopper/work.py; OUT, LSE and the state as in kernels/prefill.py."""
+    """Grid (programs). ``zero`` is 0. WORK [tiles, 8] and COUNT [2] int32: hopper/work.py; OUT, LSE and the state as in kernels/prefill.py."""
     DTYPE: gl.constexpr = q_desc.dtype
     buffers = (
         gl.allocate_shared_memory(DTYPE, [2, 64, 128], SHARED), gl.allocate_shared_memory(DTYPE, [2, 64, 64], SHARED),
@@ -174,6 +176,8 @@ def hopper_prefill_kernel(
         gl.allocate_shared_memory(DTYPE, [2, TILE, 128], SHARED), gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     barriers = (pair(1), pair(1), pair(1), pair(2), pair(1), pair(2), pair(1), pair(2))
+    # what the kernel before stores is read from here on
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
     rows = (OUT, LSE, REFERENCE, TOTAL, ACC, num_heads, stride_out_token, stride_out_head, stride_lse)
     gl.warp_specialize([
         (consumer, (rows, scale_log2, zero, buffers, barriers, 0, RESUME, KEEP, WITH_LSE)),

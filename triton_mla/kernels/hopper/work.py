@@ -1,7 +1,8 @@
-"""The work of a Hopper prefill, made on the device: its query tiles, longest first, and the rows that see no token."""
+"""The work of a Hopper prefill, made on the device: its query tiles, longest first within a group of requests, and the rows that see no token."""
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .._common import finish
 from ..tree_sum import SUMS, fold_sums
@@ -48,31 +49,40 @@ def request_work(
 
 
 @triton.jit
-def tiles_before(n, request, first, last, kv_tiles, others):
-    """Of the requests ``others`` [M]: how many query tiles have more KV tiles than n [N], or as many and belong to an earlier request; [N].
+def tiles_before(n, request, group, first, last, kv_tiles, others, groups):
+    """Of the requests ``others`` [M]: how many query tiles belong to an earlier group, or to this one and have more KV tiles than n [N], or
+    as many and belong to an earlier request; [N].
 
     Query tile j has min(j + 1, kv_tiles) of them.
     """
+    every = tl.where(groups < group, last - first + 1, 0)[None, :]
+    same = (groups == group)[None, :]
     first, last, kv_tiles, n = first[None, :], last[None, :], kv_tiles[None, :], n[:, None]
     more = tl.where(kv_tiles > n, tl.maximum(last - tl.maximum(first, n) + 1, 0), 0)
     one = ((first <= n - 1) & (n - 1 <= last)).to(tl.int32)
     as_many = tl.where(n < kv_tiles, one, tl.where(n == kv_tiles, tl.maximum(last - tl.maximum(first, kv_tiles - 1) + 1, 0), 0))
-    return tl.sum(more + tl.where(others[None, :] < request, as_many, 0), 1)
+    return tl.sum(every + tl.where(same, more + tl.where(others[None, :] < request, as_many, 0), 0), 1)
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "batch_size", "num_heads", "kv_limit", "first_request", "last_request", "chunk_start", "chunk_tokens", "stride_lse"],
+    do_not_specialize=[
+        "num_tokens", "batch_size", "num_heads", "kv_limit", "first_request", "last_request", "chunk_start", "chunk_tokens", "group_keys", "stride_lse",
+    ],
     do_not_specialize_on_alignment=["CU_SEQLENS_Q", "KV_LENGTHS", "POSITIONS", "LSE", "WORK", "COUNT"],
 )
 def hopper_work_kernel(
     WORK, COUNT, OUT, LSE, REFERENCE, TOTAL, ACC, CU_SEQLENS_Q, KV_LENGTHS, POSITIONS, stride_out_token, stride_out_head, stride_lse,
-    num_tokens, batch_size, num_heads, kv_limit, first_request, last_request, chunk_start, chunk_tokens,
+    num_tokens, batch_size, num_heads, kv_limit, first_request, last_request, chunk_start, chunk_tokens, group_keys,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, CHUNKED: tl.constexpr, RESUME: tl.constexpr, KEEP: tl.constexpr, WITH_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (batch_size + 1, slices). WORK [tiles, 8] int32, a row for a query tile: first key row, keys of the request, position of the
     tile's first row, query token of position 0, first and past-the-last position of the request's query, KV tiles, whether this call is
-    the last for these rows. COUNT [1] int32: rows of WORK. The arguments' meaning is that of kernels/prefill.py.
+    the last for these rows. COUNT [2] int32: rows of WORK, and 0, where programs count the items they have taken besides the first one each.
+    Requests whose keys begin within the same ``group_keys`` are worked on together. The other arguments' meaning is that of kernels/prefill.py.
     """
+    if PDL:
+        gdc_launch_dependents()
     request = tl.program_id(0)
     q_start, q_len, start, kv_len, position, first, last, broken = request_work(
         request, CU_SEQLENS_Q, KV_LENGTHS, POSITIONS, num_tokens, batch_size, kv_limit, first_request, last_request, chunk_start, chunk_tokens,
@@ -89,16 +99,18 @@ def hopper_work_kernel(
                     chunk_start, chunk_tokens, CAUSAL, HAS_POSITIONS, CHUNKED)
                 count += tl.sum(lasts - firsts + 1, 0)
             tl.store(COUNT, tl.minimum(count, room))
+            tl.store(COUNT + 1, 0)
         for tile in range(first, last + 1, BLOCK):
             j = tile + tl.arange(0, BLOCK)
             n = tl.minimum(j + 1, kv_tiles)
             rank = tl.where(j + 1 > kv_tiles, j - tl.maximum(first, kv_tiles - 1), 0)  # earlier ones of this request with as many
             for r in range(0, batch_size, BLOCK):
                 others = r + tl.arange(0, BLOCK)
-                _a, _b, _c, keys, _e, firsts, lasts, _f = request_work(
+                _a, _b, begins, keys, _e, firsts, lasts, _f = request_work(
                     others, CU_SEQLENS_Q, KV_LENGTHS, POSITIONS, num_tokens, batch_size, kv_limit, first_request, last_request, chunk_start,
                     chunk_tokens, CAUSAL, HAS_POSITIONS, CHUNKED)
-                rank += tiles_before(n, request, firsts, lasts, (keys + TILE - 1) // TILE, others)
+                rank += tiles_before(
+                    n, request, start // group_keys, firsts, lasts, (keys + TILE - 1) // TILE, others, begins // group_keys)
             row = WORK + rank * 8
             ok = (j <= last) & (rank < room)
             end = position + q_len
