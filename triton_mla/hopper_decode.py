@@ -13,8 +13,8 @@ import triton
 
 from .kernels.hopper import available
 from .launch import COMBINE_AHEAD, Step, Strides, pick
-from .phases import VALUE_SLICES
 from .plan import HOPPER_ROWS, AttentionPlan, hopper_refusal, hopper_tile
+from .tuning import VALUE_SLICES
 
 AXIS = 1 << 30
 MAX_MAPS = 1024

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .phases import rows_of_values, scores_size
-from .tuning import ARCHITECTURES, DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, ROW_SUMS, PrefillOrder, ReductionOrder, Schedule
+from .tuning import ARCHITECTURES, DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, ROW_SUMS, PrefillOrder, ReductionOrder, Schedule, rows_of_values, scores_size
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_KV_LORA_RANK = 512
