@@ -91,6 +91,8 @@ def project(
     schedule = prefill.product_fp32 if latent.dtype == torch.float32 else prefill.product
     (columns, R), num_requests = weight.shape, requests[1] - requests[0]
     row_tiles, col_tiles = num_requests * -(-chunk[1] // schedule.block_s), -(-columns // schedule.block_o)
+    if not row_tiles * col_tiles:
+        return
     constants: dict[str, Any] = {"R": R, "BLOCK_S": schedule.block_s, "BLOCK_O": schedule.block_o}
     options = {"num_warps": schedule.num_warps}
     numbers = (columns, kv_limit, requests[0])

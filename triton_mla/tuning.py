@@ -218,6 +218,7 @@ class Architecture:
     Attributes:
         shared_memory: bytes that one program may use.
         few: while there are few (row tile, split) items, and wherever no one-pass kernel fits the shared memory.
+        hopper_phases: in its place where `plan.hopper_refusal` names no reason.
         hopper_few: from then on until the items are one for each multiprocessor, where `plan.hopper_refusal` names no reason.
         rows16: one pass, tiles of few rows; full16: the same on a full machine, where two programs fit one multiprocessor.
         rows64: one pass, tiles of as many rows as fit, up to 64; hopper: in its place where `plan.hopper_refusal` names no reason.
@@ -227,6 +228,7 @@ class Architecture:
     name: str
     shared_memory: int
     few: Schedule
+    hopper_phases: Schedule | None = None
     hopper_few: Schedule | None = None
     rows16: Schedule | None = None
     full16: Schedule | None = None
@@ -237,7 +239,8 @@ class Architecture:
     def schedules(self) -> list[Schedule]:
         """All that 16-bit caches may take."""
         sliced = [replace(self.hopper, value_slices=n) for n in (2, 4)] if self.hopper else []
-        named = [self.few, self.hopper_few, self.rows16, self.full16, self.rows64, self.hopper, *sliced]
+        phases = [replace(self.hopper_phases, block_rows=rows) for rows in (16, 64)] if self.hopper_phases else []
+        named = [self.few, *phases, self.hopper_few, self.rows16, self.full16, self.rows64, self.hopper, *sliced]
         return list(dict.fromkeys(schedule for schedule in named if schedule is not None))
 
 
@@ -254,6 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "sm_90": Architecture(
         "sm_90", 232_448,
         few=Schedule(form="two_phase", num_stages=4, score_warps=8, pdl=True),
+        hopper_phases=Schedule(form="hopper_two_phase", num_warps=8, num_stages=2, pdl=True),
         hopper_few=Schedule(form="hopper_few", num_warps=8, num_stages=3, pdl=True),
         rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
         full16=Schedule(num_warps=4, num_stages=2, pdl=True),
