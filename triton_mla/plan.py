@@ -191,21 +191,24 @@ def choose_schedule(
     table = ARCHITECTURES[arch]
     if dtype == torch.float32:
         return table.fp32
-    items16 = _row_tiles(num_tokens, batch_size, num_heads, 16, decode) * num_splits
-    hopper_few = table.hopper_few if hopper else None
-    if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // (12 if hopper_few else 8)):
-        return table.few
-    if hopper_few is not None and items16 <= num_sms:
-        return hopper_few
     rows_per_request = -(-num_tokens // max(batch_size, 1)) * num_heads
-    if table.rows64 is not None and rows_per_request >= table.rows64.block_rows // 2:
-        if table.hopper is not None and hopper:
-            hopper_items = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode) * num_splits
-            return replace(table.hopper, value_slices=next((n for n in (4, 2) if n * hopper_items <= num_sms), 1))
-        items = _row_tiles(num_tokens, batch_size, num_heads, table.rows64.block_rows, decode) * num_splits
-        if rows_per_request > table.rows64.block_rows // 2 and items >= num_sms * 3 // 4:
-            return table.rows64
-    if table.full16 is not None and items16 >= 4 * num_sms:
+    items16 = _row_tiles(num_tokens, batch_size, num_heads, 16, decode) * num_splits
+    if hopper and table.hopper is not None:
+        if items16 <= num_sms // 8:
+            return table.hopper.phases
+        if rows_per_request >= HOPPER_ROWS and items16 <= num_sms // 2:
+            return replace(table.hopper.phases, block_rows=HOPPER_ROWS)
+        if items16 <= num_sms or rows_per_request < HOPPER_ROWS // 2:
+            return table.hopper.few
+        items = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode) * num_splits
+        return replace(table.hopper.many, value_slices=next((n for n in (4, 2) if n * items <= num_sms), 1))
+    if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // 8):
+        return table.few
+    rows64 = table.rows64
+    if rows64 is not None and rows_per_request > rows64.block_rows // 2 and (
+            _row_tiles(num_tokens, batch_size, num_heads, rows64.block_rows, decode) * num_splits >= num_sms * 3 // 4):
+        return rows64
+    if table.full16 is not None and items16 > num_sms:
         return table.full16
     return table.rows16
 

@@ -212,35 +212,48 @@ def rows_of_values(block_rows: int, splits: int, num_sms: int) -> int:
 
 
 @dataclass(frozen=True)
+class HopperSchedules:
+    """Schedules of the Gluon kernels.
+
+    Attributes:
+        phases: two phases, for the fewest (row tile, split) items. few: tiles of 16 rows. many: tiles of 64 rows, in value slices while they
+            are not one for each multiprocessor.
+    """
+
+    phases: Schedule
+    few: Schedule
+    many: Schedule
+
+    def all(self) -> list[Schedule]:
+        """With the other row tiles and value slices that are taken of them."""
+        return [self.phases, replace(self.phases, block_rows=64), self.few, *(replace(self.many, value_slices=n) for n in (1, 2, 4))]
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """One kind of GPU: its limits, and which schedule serves which amount of work.
+    """One kind of GPU: its limits, and which schedule serves which amount of work (`plan.choose_schedule`).
 
     Attributes:
         shared_memory: bytes that one program may use.
         few: while there are few (row tile, split) items, and wherever no one-pass kernel fits the shared memory.
-        hopper_phases: in its place where `plan.hopper_refusal` names no reason.
-        hopper_few: from then on until the items are one for each multiprocessor, where `plan.hopper_refusal` names no reason.
         rows16: one pass, tiles of few rows; full16: the same on a full machine, where two programs fit one multiprocessor.
-        rows64: one pass, tiles of as many rows as fit, up to 64; hopper: in its place where `plan.hopper_refusal` names no reason.
+        rows64: one pass, tiles of as many rows as fit, up to 64.
+        hopper: in the place of all of these where `plan.hopper_refusal` names no reason.
         fp32: fp32 caches, whatever the amount.
     """
 
     name: str
     shared_memory: int
     few: Schedule
-    hopper_phases: Schedule | None = None
-    hopper_few: Schedule | None = None
     rows16: Schedule | None = None
     full16: Schedule | None = None
     rows64: Schedule | None = None
-    hopper: Schedule | None = None
+    hopper: HopperSchedules | None = None
     fp32: Schedule = field(default_factory=lambda: Schedule(form="two_phase", num_stages=1, block_k=32))
 
     def schedules(self) -> list[Schedule]:
         """All that 16-bit caches may take."""
-        sliced = [replace(self.hopper, value_slices=n) for n in (2, 4)] if self.hopper else []
-        phases = [replace(self.hopper_phases, block_rows=rows) for rows in (16, 64)] if self.hopper_phases else []
-        named = [self.few, *phases, self.hopper_few, self.rows16, self.full16, self.rows64, self.hopper, *sliced]
+        named = [self.few, self.rows16, self.full16, self.rows64, *(self.hopper.all() if self.hopper else [])]
         return list(dict.fromkeys(schedule for schedule in named if schedule is not None))
 
 
@@ -257,12 +270,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "sm_90": Architecture(
         "sm_90", 232_448,
         few=Schedule(form="two_phase", num_stages=4, score_warps=8, pdl=True),
-        hopper_phases=Schedule(form="hopper_two_phase", num_warps=8, num_stages=2, pdl=True),
-        hopper_few=Schedule(form="hopper_few", num_warps=8, num_stages=3, pdl=True),
         rows16=Schedule(num_warps=8, num_stages=3, pdl=True),
         full16=Schedule(num_warps=4, num_stages=2, pdl=True),
         rows64=Schedule(block_rows=64, num_warps=8, num_stages=2, pdl=True),
-        hopper=Schedule(form="hopper", block_rows=64, num_warps=8, num_stages=2, pdl=True),
+        hopper=HopperSchedules(
+            phases=Schedule(form="hopper_two_phase", num_warps=8, num_stages=2, pdl=True),
+            few=Schedule(form="hopper_few", num_warps=8, num_stages=3, pdl=True),
+            many=Schedule(form="hopper", block_rows=64, num_warps=8, num_stages=2, pdl=True),
+        ),
     ),
     "sm_100": Architecture("sm_100", 232_448, few=replace(_SMALL, num_stages=4, pdl=True), rows16=Schedule(num_stages=2, pdl=True)),
     "sm_120": Architecture("sm_120", 101_376, few=_SMALL, rows16=_ROWS16),

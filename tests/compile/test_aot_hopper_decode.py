@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not available(), reason="written for the Gluon of triton 3.6"),
 ]
 
-HOPPER = ARCHITECTURES["sm_90"].hopper
+HOPPER = ARCHITECTURES["sm_90"].hopper.many
 # Spilled registers of a warpgroup in the loop over pairs of KV tiles, stores and loads: (without lse, with it). Scalars and addresses, for the
 # most part used when a split is stored.
 SPILLS = (32, 48)

@@ -12,7 +12,7 @@ from triton_mla.testing import Request, assert_bitwise_equal
 from triton_mla.tuning import ARCHITECTURES, Schedule, arch_of
 
 pytestmark = pytest.mark.gpu
-MANY = ARCHITECTURES["sm_90"].hopper
+MANY = ARCHITECTURES["sm_90"].hopper.many
 SLICED = [replace(MANY, value_slices=slices) for slices in (2, 4)]
 FEW = [Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)]
 FEW += [Schedule("hopper_two_phase", rows, num_warps=8, num_stages=2, pdl=True) for rows in (16, 32, 64)]

@@ -215,3 +215,15 @@ def test_bad_facts_are_named(name, value):
     with pytest.raises(ValueError, match=name):
         plan_attention(**{**FACTS, name: value})
     assert plan_attention(**FACTS).order == DEFAULT_ORDER
+
+
+@pytest.mark.parametrize(("heads", "batch", "q_len", "seq_len", "form", "rows", "slices"), [
+    (16, 1, 1, 8192, "hopper_two_phase", 16, 1), (16, 1, 1, 32768, "hopper_few", 16, 1), (16, 128, 1, 8192, "hopper_few", 16, 1),
+    (128, 1, 1, 2048, "hopper_two_phase", 16, 1), (128, 1, 1, 8192, "hopper_two_phase", 64, 1), (128, 1, 1, 16384, "hopper_few", 16, 1),
+    (128, 4, 1, 8192, "hopper", 64, 2), (128, 4, 1, 32768, "hopper", 64, 1), (16, 1, 4, 8192, "hopper_two_phase", 64, 1), (16, 64, 2, 8192, "hopper", 64, 1),
+    (4, 1, 1, 1024, "two_phase", 16, 1), (4, 64, 1, 8192, "one_pass", 16, 1),
+])
+def test_forms_of_sm_90(heads, batch, q_len, seq_len, form, rows, slices):
+    """What was measured to be the fastest on a GPU of 132 multiprocessors; fewer than 8 heads have no Hopper form."""
+    plan = plan_attention(num_tokens=batch * q_len, batch_size=batch, num_heads=heads, max_seq_len=seq_len, decode=q_len == 1)
+    assert (plan.schedule.form, plan.schedule.block_rows, plan.schedule.value_slices) == (form, rows, slices)
