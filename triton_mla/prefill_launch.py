@@ -88,31 +88,30 @@ def project(
     """Keys and values of one chunk (begin, tokens) of some requests: kv [requests * tokens, rows of weight] of latent [requests * tokens, R]."""
     arch, num_sms = device_facts(latent.device)
     prefill = PREFILL_TABLES[arch]
-    schedule = prefill.product_fp32 if latent.dtype == torch.float32 else prefill.product
     (columns, R), num_requests = weight.shape, requests[1] - requests[0]
-    row_tiles, col_tiles = num_requests * -(-chunk[1] // schedule.block_s), -(-columns // schedule.block_o)
-    if not row_tiles * col_tiles:
-        return
-    constants: dict[str, Any] = {"R": R, "BLOCK_S": schedule.block_s, "BLOCK_O": schedule.block_o}
-    options = {"num_warps": schedule.num_warps}
     numbers = (columns, kv_limit, requests[0])
     aligned = tuple(t.data_ptr() % 16 for t in (latent, weight, kv))
-    # a row that is no multiple of the product's block would get products with zeros
-    if schedule.tma and not any(aligned) and R % schedule.block_k == 0 and columns % 8 == 0 and latent.stride(0) % 8 == 0 and weight.stride(0) % 8 == 0 and (
-            num_requests == 1 or chunk[1] % schedule.block_s == 0):
-        constants |= {"REQUESTS": max(16, triton.next_power_of_2(num_requests)), "BLOCK_K": schedule.block_k, "SUBTILES": schedule.subtiles}
-        options["num_stages"] = schedule.num_stages
-        rows = TensorDescriptor(latent, [1, *latent.shape], [latent.stride(0), latent.stride(0), 1], [1, schedule.block_s, schedule.block_k])
-        columns_of = TensorDescriptor(weight, [1, *weight.shape], [weight.stride(0), weight.stride(0), 1], [1, schedule.block_o, schedule.block_k])
-        results = TensorDescriptor(kv, [1, len(latent), columns], [columns, columns, 1], [1, schedule.block_s, schedule.block_o // schedule.subtiles])
-        launch(up_projection_tma_kernel, (latent.dtype, schedule, *constants.values()), (min(row_tiles * col_tiles, num_sms), 1),
-               (rows, columns_of, results, lens, *numbers, num_requests, *chunk), constants, options)
-        return
-    constants |= {"BLOCK_K": min(schedule.block_k, R & -R), "PRECISION": "ieee", "STAGES": schedule.num_stages,
-                  "EMULATE_BF16": INTERPRETED and latent.dtype == torch.bfloat16}
+    by_tma = prefill.product_tma
     strides = (latent.stride(0), weight.stride(0))
-    launch(up_projection_kernel, (latent.dtype, schedule, *constants.values(), strides, aligned), (row_tiles, col_tiles),
-           (latent, weight, kv, lens, *strides, *numbers, *chunk), constants, options)
+    # a row that is no multiple of the product's block would get products with zeros
+    if by_tma is not None and latent.dtype != torch.float32 and not any(aligned) and R % by_tma.block_k == 0 and (
+            num_requests == 1 or chunk[1] % by_tma.block_s == 0) and all(0 < s < 1 << 33 and s % 8 == 0 for s in (*strides, columns)):
+        tiles = num_requests * -(-chunk[1] // by_tma.block_s) * -(-columns // by_tma.block_o)
+        constants: dict[str, Any] = {"R": R, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), "BLOCK_S": by_tma.block_s, "BLOCK_O": by_tma.block_o,
+                                     "BLOCK_K": by_tma.block_k, "SUBTILES": by_tma.subtiles}
+        shapes = ((by_tma.block_s, by_tma.block_k), (by_tma.block_o, by_tma.block_k), (by_tma.block_s, by_tma.block_o // by_tma.subtiles))
+        described = [TensorDescriptor(t, [1, rows, width], [stride, stride, 1], [1, *shape]) for t, rows, width, stride, shape in zip(
+            (latent, weight, kv), (len(latent), columns, len(latent)), (R, R, columns), (*strides, columns), shapes, strict=True)]
+        if tiles:
+            launch(up_projection_tma_kernel, (latent.dtype, by_tma, *constants.values()), (min(tiles, num_sms), 1),
+                   (*described, lens, *numbers, num_requests, *chunk), constants, {"num_warps": by_tma.num_warps, "num_stages": by_tma.num_stages})
+        return
+    schedule = prefill.product_fp32 if latent.dtype == torch.float32 else prefill.product
+    constants = {"R": R, "BLOCK_S": schedule.block_s, "BLOCK_O": schedule.block_o, "BLOCK_K": min(schedule.block_k, R & -R), "PRECISION": "ieee",
+                 "STAGES": schedule.num_stages, "EMULATE_BF16": INTERPRETED and latent.dtype == torch.bfloat16}
+    launch(up_projection_kernel, (latent.dtype, schedule, *constants.values(), strides, aligned),
+           (num_requests * -(-chunk[1] // schedule.block_s), -(-columns // schedule.block_o)),
+           (latent, weight, kv, lens, *strides, *numbers, *chunk), constants, {"num_warps": schedule.num_warps})
 
 
 def attend(

@@ -118,8 +118,7 @@ class ProductSchedule:
     """Tiles of the up-projection: block_s tokens, block_o columns, block_k latent columns of a product. No field can change a bit.
 
     Attributes:
-        tma: persistent programs that read and write by descriptors, where sizes and strides allow it (sm_90).
-        subtiles: with ``tma``, the runs of columns, 1 or 2, in which a tile is stored.
+        subtiles: by TMA, the runs of columns, 1 or 2, in which a tile is stored.
     """
 
     block_s: int = 128
@@ -127,18 +126,19 @@ class ProductSchedule:
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
-    tma: bool = False
     subtiles: int = 1
 
 
 @dataclass(frozen=True)
 class PrefillTable:
-    """Schedules of one architecture: heads of up to 128 columns, ``wide`` ones, fp32 inputs; and the up-projection."""
+    """Schedules of one architecture: heads of up to 128 columns, ``wide`` ones, fp32 inputs; and the up-projection, which goes by TMA with
+    ``product_tma`` where there is one and sizes and strides allow it."""
 
     narrow: PrefillSchedule
     wide: PrefillSchedule
     fp32: PrefillSchedule
     product: ProductSchedule
+    product_tma: ProductSchedule | None = None
     product_fp32: ProductSchedule = ProductSchedule(block_s=64, block_o=64, block_k=32, num_warps=4, num_stages=1)
 
 
@@ -299,7 +299,7 @@ PREFILL_TABLES: dict[str, PrefillTable] = {
     "sm_89": _PREFILL_SMALL,
     "sm_90": PrefillTable(
         narrow=PrefillSchedule(form="hopper"), wide=PrefillSchedule(block_m=64, num_stages=1), fp32=_PREFILL_FP32,
-        product=ProductSchedule(block_o=256, num_stages=4, tma=True, subtiles=2),
+        product=ProductSchedule(), product_tma=ProductSchedule(block_o=256, num_stages=4, subtiles=2),
     ),
     "sm_100": _PREFILL_SMALL,
     "sm_120": _PREFILL_SMALL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import aot
@@ -75,6 +76,17 @@ def test_every_architecture(monkeypatch: pytest.MonkeyPatch, arch: str, heads: s
         text = check_fits(arch, launch, launch.compile(arch, dtype))
         used = {kind for kind, instruction in PRODUCTS.items() if instruction in text}
         assert used == products(arch, dtype, rows), launch.kernel.__name__
+
+
+def test_an_up_projection_by_pointers_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What serves sizes and strides that TMA does not."""
+    tables = prefill_launch.PREFILL_TABLES
+    monkeypatch.setattr(prefill_launch, "PREFILL_TABLES", {**tables, "sm_90": dataclasses.replace(tables["sm_90"], product_tma=None)})
+    launch = launches(monkeypatch, "sm_90", torch.bfloat16, "narrow")[1]
+    assert launch.kernel.__name__ == "up_projection_kernel"
+    compiled = launch.compile("sm_90", torch.bfloat16)
+    check_fits("sm_90", launch, compiled)
+    assert aot.loop_spills(compiled, "HGMMA")[1] == 0
 
 
 def test_chunks_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

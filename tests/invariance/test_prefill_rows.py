@@ -219,13 +219,13 @@ def test_up_projection_schedules(mha_each, monkeypatch):
     batch = mha_each.paged([Request(5 * mha_each.tile + 1, 40, key=1)])
     rows = mha_each.prefill_paged(batch)
     table = PREFILL_TABLES[arch_of(mha_each.device)]
-    products = [ProductSchedule(16, 32, 16, 4, 1), ProductSchedule(128, 64, 64, 4, 2), ProductSchedule(64, 256, 32, 8, 3)]
+    pointers = [ProductSchedule(16, 32, 16, 4, 1), ProductSchedule(128, 64, 64, 4, 2), ProductSchedule(64, 256, 32, 8, 3)]
+    changes = [{"product": p, "product_fp32": replace(p, block_k=16, num_stages=1), "product_tma": None} for p in pointers]
     if arch_of(mha_each.device) == "sm_90":
-        products += [ProductSchedule(128, 256, 64, 8, 4, tma=True, subtiles=2), ProductSchedule(64, 64, 64, 4, 3, tma=True)]
-    for product in products if mha_each.device.type == "cuda" else products[:1]:
-        changed = {**PREFILL_TABLES, table_name(table): replace(table, product=product, product_fp32=replace(product, block_k=16, num_stages=1))}
-        monkeypatch.setattr(prefill_launch, "PREFILL_TABLES", changed)
-        mha_each.prefill_paged(batch).assert_same(rows, str(product))
+        changes += [{"product_tma": ProductSchedule(128, 256, 64, 8, 4, subtiles=2)}, {"product_tma": ProductSchedule(64, 64, 64, 4, 3)}]
+    for change in changes if mha_each.device.type == "cuda" else changes[:1]:
+        monkeypatch.setattr(prefill_launch, "PREFILL_TABLES", {**PREFILL_TABLES, table_name(table): replace(table, **change)})
+        mha_each.prefill_paged(batch).assert_same(rows, str(change))
 
 
 def table_name(table):
