@@ -97,14 +97,15 @@ def project(
     if by_tma is not None and latent.dtype != torch.float32 and not any(aligned) and R % by_tma.block_k == 0 and (
             num_requests == 1 or chunk[1] % by_tma.block_s == 0) and all(0 < s < 1 << 33 and s % 8 == 0 for s in (*strides, columns)):
         tiles = num_requests * -(-chunk[1] // by_tma.block_s) * -(-columns // by_tma.block_o)
+        if not tiles:  # of which there is no descriptor
+            return
         constants: dict[str, Any] = {"R": R, "REQUESTS": max(16, triton.next_power_of_2(num_requests)), "BLOCK_S": by_tma.block_s, "BLOCK_O": by_tma.block_o,
                                      "BLOCK_K": by_tma.block_k, "SUBTILES": by_tma.subtiles}
         shapes = ((by_tma.block_s, by_tma.block_k), (by_tma.block_o, by_tma.block_k), (by_tma.block_s, by_tma.block_o // by_tma.subtiles))
         described = [TensorDescriptor(t, [1, rows, width], [stride, stride, 1], [1, *shape]) for t, rows, width, stride, shape in zip(
             (latent, weight, kv), (len(latent), columns, len(latent)), (R, R, columns), (*strides, columns), shapes, strict=True)]
-        if tiles:
-            launch(up_projection_tma_kernel, (latent.dtype, by_tma, *constants.values()), (min(tiles, num_sms), 1),
-                   (*described, lens, *numbers, num_requests, *chunk), constants, {"num_warps": by_tma.num_warps, "num_stages": by_tma.num_stages})
+        launch(up_projection_tma_kernel, (latent.dtype, by_tma, *constants.values()), (min(tiles, num_sms), 1),
+               (*described, lens, *numbers, num_requests, *chunk), constants, {"num_warps": by_tma.num_warps, "num_stages": by_tma.num_stages})
         return
     schedule = prefill.product_fp32 if latent.dtype == torch.float32 else prefill.product
     constants = {"R": R, "BLOCK_S": schedule.block_s, "BLOCK_O": schedule.block_o, "BLOCK_K": min(schedule.block_k, R & -R), "PRECISION": "ieee",
