@@ -5,6 +5,7 @@ import torch
 from test_vllm_fakes import DTYPE, HEADS, NOPE, PAGE, RANK, ROPE, VALUE, VERSIONS, FakeEngine, Request, VllmConfig, backend_enum, install
 
 from triton_mla.integrations.vllm import register
+from triton_mla.integrations.vllm.impl import chunk_tokens
 from triton_mla.reference import mla_absorbed, mla_unabsorbed
 from triton_mla.testing import assert_bitwise_equal, assert_close, bitwise_equal
 
@@ -180,3 +181,8 @@ def test_a_builder_without_a_decision_is_refused(start):
     engine.worker_config.additional_config.clear()
     with pytest.raises(RuntimeError, match="no decision"):
         type(engine.builder)(engine.builder.kv_cache_spec, ["layer"], engine.worker_config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("heads", "columns", "itemsize", "tokens"), [(16, 256, 2, 32768), (128, 256, 2, 4096), (128, 512, 4, 1024), (1, 32, 2, 1 << 22)])
+def test_a_chunk_takes_as_much_memory_whatever_the_heads(heads, columns, itemsize, tokens):
+    assert chunk_tokens(heads, columns, itemsize) == tokens

@@ -13,10 +13,23 @@ from triton_mla.errors import UnsupportedError
 from triton_mla.paths import MHA
 from triton_mla.prefill import mla_prefill_paged
 from triton_mla.step import Rows
+from triton_mla.tuning import DEFAULT_PREFILL_ORDER
 
 from . import adapter
 from .decision import Decision
 from .metadata import StepMetadata
+
+CHUNK_BYTES = 1 << 28
+
+
+def chunk_tokens(num_heads: int, head_columns: int, itemsize: int) -> int:
+    """Tokens whose keys and values, ``head_columns`` a head, take 256 MiB: one chunk of a prefill.
+
+    Each chunk is four launches, for which the host needs longer than the device does for few heads, and a prompt of several chunks is compiled
+    for apart. With 16 heads of 128 + 128 columns it is 32,768 tokens, with 128 heads 4,096. No bit follows from it.
+    """
+    tile = DEFAULT_PREFILL_ORDER.block_n
+    return max(1, CHUNK_BYTES // (num_heads * head_columns * itemsize * tile)) * tile
 
 
 class Attention:
@@ -118,6 +131,7 @@ class Attention:
         mla_prefill_paged(
             q, cache, self._w_kv_b(), rows.block_table, rows.cu_seqlens_q, rows.seq_lens, softmax_scale=self.scale,
             qk_nope_head_dim=self.qk_nope_head_dim, v_head_dim=self.v_head_dim, kv_lora_rank=self.kv_lora_rank, out=out, max_seq_len=rows.max_seq_len,
+            chunk_tokens=chunk_tokens(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, q.element_size()),
         )
 
     def _w_kv_b(self) -> torch.Tensor:
