@@ -58,7 +58,8 @@ class BatchLayout:
         if len(self.prompt_lens) != len(self.seq_lens):
             raise ValueError(f"prompt_lens has {len(self.prompt_lens)} requests; it must have {len(self.seq_lens)}, as seq_lens")
         for i, prompt_len in enumerate(self.prompt_lens):
-            if isinstance(prompt_len, bool) or not isinstance(prompt_len, int) or prompt_len < 0:
+            _check_int(f"prompt_lens[{i}]", prompt_len)
+            if prompt_len < 0:
                 raise ValueError(f"prompt_lens[{i}]={prompt_len!r} must be an int >= 0")
 
     @property
@@ -94,6 +95,8 @@ class BatchLayout:
 
 
 def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be an int")
     try:
         operator.index(value)  # type: ignore[arg-type]  # whatever was given
     except TypeError:

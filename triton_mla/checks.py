@@ -26,7 +26,7 @@ def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = N
 
     Without ``device`` it is the tensor that decides where the call runs.
     """
-    value = strided(name, value)
+    value = as_stored(name, value)
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have {dims} dimensions")
     if dtype is not None and value.dtype != dtype:
@@ -96,6 +96,8 @@ def heads(num_heads: int) -> None:
 
 
 def page_size(cache: torch.Tensor) -> None:
+    """Of a cache that is written or read: what cannot be read is not written either."""
+    paged_cache(cache)
     _reworded(f"kv_cache has pages of {cache.shape[1]} tokens; they", check_page_size, cache.shape[1])
 
 

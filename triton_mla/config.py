@@ -206,6 +206,8 @@ class Settings:
             if variable.name not in env or variable.field in values:
                 continue
             raw: Any = env[variable.name]
+            if not isinstance(raw, str):
+                raise ValueError(f"{variable.name}={raw!r} must be a string, as the environment's are")
             # No more digits than an int64 has: Python refuses thousands of them with an error that names nothing.
             if variable.field == "kv_split" and raw.isascii() and raw.isdecimal() and len(raw) < 20:
                 raw = int(raw)

@@ -89,7 +89,7 @@ def test_scales_and_range(mla_each, gain):
     rows = [mla_each.decode(replace(batch, softmax_scale=scale)) for scale in SCALES]
     for scale, result in zip(SCALES, rows, strict=True):
         expected = mla_each.reference(replace(batch, softmax_scale=scale))
-        assert_close(result.out, expected.out, 1e-4 if mla_each.dtype == torch.float32 else 2e-2, "out")
+        assert_close(result.out, expected.out, {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}[mla_each.dtype], "out")
         assert_close(result.lse, expected.lse, 1e-4 if gain < 1 else 1e-2, "lse")
         mla_each.decode(replace(mla_each.pick(batch, [1, 0, 1]), softmax_scale=scale)).assert_same(result[[1, 0, 1]])
     for other in rows[1:]:

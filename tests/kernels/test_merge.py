@@ -40,7 +40,7 @@ def test_prefix_and_suffix(mla_each):
     out, lse = merge(part_of(mla_each, batch, slice(0, pages), prefix), part_of(mla_each, batch, slice(pages, None), 64))
     assert out.dtype == mla_each.dtype and lse.dtype == torch.float32
     expected = mla_each.reference(batch)
-    assert_close(out, expected.out, ATOL[mla_each.dtype], "out")
+    assert_close(out, expected.out, min(ATOL[mla_each.dtype], 2e-3), "out")
     assert_close(lse, expected.lse, 1e-4, "lse")
 
 
@@ -53,7 +53,7 @@ def test_shards(mla, interleave):
     merged = parts[0]
     for part in parts[1:]:
         merged = replace(merged, **dict(zip(("out", "lse"), merge(merged, part), strict=True)))
-    merged.assert_close(mla.reference(batch), ATOL[mla.dtype])
+    merged.assert_close(mla.reference(batch), min(ATOL[mla.dtype], 2e-3))
 
 
 @pytest.mark.parametrize("mark", [-INF, INF])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from triton_mla import __version__
 from triton_mla.cli import bench, doctor, explain, verify
 from triton_mla.errors import UnsupportedError
 
@@ -18,7 +19,7 @@ EPILOG = """\
 exit codes:
   0  everything asked for is fine
   1  a check failed, or something is not supported here
-  2  wrong usage: an option, or the value of an option or of a variable, that is not allowed
+  2  wrong usage: an option, or the value of an option or of a variable, that is not allowed (doctor has 1 for a variable, among its findings)
 
 with --json an error is a JSON object too: {"error": ...}
 
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"triton_mla {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
         module.add_parser(subparsers)
