@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import random
 import sys
 import urllib.error
@@ -94,12 +95,13 @@ class Server:
         try:
             tokens = ids or logprobs["tokens"]
             parts = zip(tokens, map(float, logprobs["token_logprobs"]), logprobs.get("top_logprobs") or [None] * len(tokens), strict=True)
-            if answer := [Token(*part) for part in parts]:
+            answer = [Token(*part) for part in parts]
+            if answer and not any(math.isnan(token.logprob) for token in answer):  # NaN would be equal to itself
                 return answer
         except (ValueError, LookupError, TypeError, AttributeError):
             pass
         raise ServerError(
-            f"{url} answered without log-probabilities: choices[0].logprobs must have tokens and token_logprobs, one for each generated token; "
+            f"{url} answered without log-probabilities: choices[0].logprobs must have tokens and token_logprobs, a number for each generated token; "
             f"it is {json.dumps(logprobs)[:300]}"
         )
 
@@ -193,6 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--needles {args.needles} and --max-tokens {args.max_tokens} must be at least 1")
     if args.batch <= args.needles:
         parser.error(f"--batch {args.batch} must be more than --needles {args.needles}, so that needles have company")
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        parser.error(f"--json {args.json} must be a file in a folder that exists")
     if args.extra is not None and not isinstance(args.extra, dict):
         parser.error(f"--extra {args.extra!r} must be a JSON object")
 

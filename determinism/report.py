@@ -67,9 +67,9 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True when nothing failed, and a scenario and a control passed."""
+        """True when nothing failed, a scenario and a control passed, and rows of log-probabilities were compared."""
         ran = all(any(row.status == "passed" for row in self.of(kind)) for kind in ("scenario", "control"))
-        return ran and all(row.status != "failed" for row in self.rows)
+        return ran and self.compared > 0 and all(row.status != "failed" for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
         """The report as a json-able dict, with the verdict on top."""

@@ -86,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     device = _chosen(args.device, args.tensor_parallel)
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        raise ValueError(f"json={args.json}: it must be a file in a folder that exists")
     if device.type == "cpu" and not knobs.runtime.interpret:
         command = [sys.executable, "-c", _WITH_INTERPRETER, str(ROOT), *argv, "--device", "cpu"]
         return subprocess.run(command, check=False).returncode
@@ -94,9 +96,9 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         report = run(device, model=args.model, quick=args.quick, names=args.scenarios, jobs=args.jobs, ranks=args.tensor_parallel, progress=progress)
     finally:
         progress.clear()
+    print(report.render())
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-    print(report.render())
     return 0 if report.passed else 1
 
 

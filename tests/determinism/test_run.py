@@ -103,6 +103,13 @@ def test_a_scenario_in_which_nothing_happened_fails(fake, monkeypatch, capsys):
 
 
 @on_cpu
+def test_references_alone_prove_nothing(fake, capsys):
+    fake()
+    assert command("bs1", *FORM_CONTROLS) == 1
+    assert "0 rows of log-probabilities compared" in capsys.readouterr().out
+
+
+@on_cpu
 def test_an_error_is_a_failed_row(fake, capsys):
     class Broken(FakeModel):
         def plan(self, layout):
@@ -116,7 +123,7 @@ def test_an_error_is_a_failed_row(fake, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--model", "large"], "model='large' must be one of small, deepseek_v3"), (["--scenarios", "bs2"], "scenarios='bs2' must be one of: bs1"),
-     (["--device", "cuda:999"], "device=cuda:999")],
+     (["--device", "cuda:999"], "device=cuda:999"), (["--json", "/nowhere/x.json"], "json=/nowhere/x.json: it must be a file in a folder that exists")],
 )
 def test_wrong_usage(arguments, message, capsys):
     assert main([*arguments]) == 2

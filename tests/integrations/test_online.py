@@ -99,6 +99,13 @@ class OfAnotherLength(Completions):
         return answer
 
 
+class NotANumber(Completions):
+    """Equal to itself in a list, so that no comparison would find it."""
+
+    def logprob(self, byte):
+        return float("nan")
+
+
 class NoCompletion(Completions):
     def answer(self, body):
         return {"message": "busy"}
@@ -168,6 +175,7 @@ def test_key_and_more_fields_and_token_ids(tmp_path):
 @pytest.mark.parametrize("handler, message", [
     (WithoutLogprobs, "answered without log-probabilities: choices[0].logprobs must have tokens and token_logprobs"),
     (OfAnotherLength, "answered without log-probabilities"),
+    (NotANumber, "a number for each generated token"),
     (NoCompletion, 'answered something else than a completion: {"message": "busy"}'),
     (Refusing, "answered 404 Not Found: {\"error\": \"The model `tiny` does not exist.\"}"),
 ])
@@ -187,6 +195,7 @@ def test_no_server(capsys):
     (["--needles", "0"], "--needles 0"),
     (["--batch", "4"], "--batch 4 must be more than --needles 4"),
     (["--extra", "[1]"], "--extra [1] must be a JSON object"),
+    (["--json", "/nowhere/x.json"], "--json /nowhere/x.json must be a file in a folder that exists"),
 ])
 def test_bad_options(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
