@@ -13,7 +13,7 @@ import pytest
 import torch
 from triton import knobs
 
-from triton_mla import cli, verification
+from triton_mla import __version__, cli, verification
 from triton_mla.cli import doctor, verify
 from triton_mla.cli.text import ProgressLine, columns
 from triton_mla.config import VARIABLES
@@ -100,6 +100,12 @@ def test_a_reader_that_stops_is_no_error() -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 141
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"triton_mla {__version__}\n"
 
 
 def test_the_module_is_the_command() -> None:

@@ -402,8 +402,9 @@ def test_a_page_of_more_than_32_bits():
 
     cache = torch.empty(1, dtype=torch.float16, device="meta")
     checks.paged_cache(cache.as_strided((1, 32, 80), (1, 2**26, 1)))
-    with pytest.raises(ValueError, match="kv_cache has strides"):
-        checks.paged_cache(cache.as_strided((1, 32, 80), (1, 2**27, 1)))
+    for check in (checks.paged_cache, checks.page_size):  # the latter is write_kv_cache's
+        with pytest.raises(ValueError, match="kv_cache has strides"):
+            check(cache.as_strided((1, 32, 80), (1, 2**27, 1)))
 
 
 @pytest.mark.gpu
@@ -443,3 +444,13 @@ def test_a_schedule_that_does_not_fit(mla):
 def test_splits_longer_than_the_registers_hold():
     with pytest.raises(ValueError, match="kv_split=134217728"):
         ReductionOrder(kv_split=2**27)
+
+
+def test_negatives_of_what_is_stored_are_refused():
+    from triton_mla import checks
+
+    view = torch.zeros(3, 1, dtype=torch.complex64).conj().imag
+    with pytest.raises(ValueError, match="lse_a is a view of the negatives"):
+        checks.tensor("lse_a", view, dims=2)
+    with pytest.raises(ValueError, match="lse_a has shape"):  # past that check
+        checks.tensor("lse_a", view.resolve_neg(), dims=3)

@@ -50,6 +50,8 @@ def test_tensors():
         ({"prompt_lens": [2, 20]}, "prompt_lens has 2 requests"),
         ({"prompt_lens": [2, 20, -1]}, r"prompt_lens\[2\]=-1"),
         ({"prompt_lens": [2, None, 0]}, r"prompt_lens\[1\]=None"),
+        ({"prompt_lens": [2, True, 0]}, r"prompt_lens\[1\]=True must be an int"),
+        ({"seq_lens": [5, 20, False]}, r"seq_lens\[2\]=False must be an int"),
     ],
 )
 def test_bad_layouts(changes, word):

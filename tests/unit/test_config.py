@@ -289,3 +289,8 @@ def test_auto_dtype_follows_the_caller():
 def test_unknown_dtypes_are_named(value):
     with pytest.raises(ValueError, match="^cache_dtype=.*: allowed are auto, "):
         normalize_dtype(value, argument="cache_dtype")
+
+
+def test_an_environment_holds_strings():
+    with pytest.raises(ValueError, match="TRITON_MLA_KV_SPLIT=256 must be a string"):
+        Settings.from_env({"TRITON_MLA_KV_SPLIT": 256})

@@ -88,9 +88,8 @@ def architecture() -> Findings:
     none = "no kernel runs without the interpreter" if arch == "cpu" else "no tables for it, so no kernel runs"
     yield "this device", arch if arch in ARCHITECTURES else f"{arch}: {none}"
     yield "with tables", ", ".join(ARCHITECTURES)
-    refusal = hopper_decode.machine_refusal(arch)
-    yield "Hopper form of decode", refusal or "used where there are many rows"
-    yield "Hopper form for few items", refusal or "in no table: only a call's own schedule takes it"
+    serves = "used where the sizes allow it (plan.hopper_refusal), one for few work items, one for many"
+    yield "Hopper forms of decode", hopper_decode.machine_refusal(arch) or serves
 
 
 def launch() -> Findings:
