@@ -3,7 +3,9 @@
 Covered, for strided fp16, bf16 and fp32 tensors on a CUDA device, and under Triton's interpreter on the CPU too:
 
 - ``mm``, ``addmm``, ``bmm``, ``baddbmm``, ``addmv``, ``dot``, ``vdot``, in place and with ``out=``, ``_foreach_mm`` and ``linear``; and all that
-  torch makes of them: ``@``, ``matmul``, ``mv``, ``addbmm``, ``einsum``, ``inner``, ``tensordot``, ``chain_matmul``, `torch.nn.Linear`
+  torch makes of them: ``@``, ``matmul``, ``mv``, ``addbmm``, ``einsum``, ``inner``, ``tensordot``, `torch.nn.Linear`
+- ``linalg.multi_dot`` and ``chain_matmul``, from the left: torch's own order follows the sizes, the number of rows among them. So does that of
+  opt_einsum, which the mode switches off: an ``einsum`` of three operands or more is contracted from the left too
 - ``_grouped_mm`` of rows [S, K] by matrices [E, K, N], and of batches
 - ``softmax``, ``log_softmax`` (so also cross entropy), ``mean`` over any dimensions, ``rms_norm``
 
@@ -11,8 +13,9 @@ A product with an added bias [N], as of ``linear``, is rounded once. Any other a
 product was rounded to its dtype: product and addend are scaled, each rounded to fp32, their sum is rounded to fp32, and that to the dtype.
 
 Not covered, and refused by ``strict``: the above with other dtypes, with sparse or nested tensors, or with another ``out_dtype``; products of
-scaled, packed or structured-sparse operands; convolutions; the fused kernels of ``scaled_dot_product_attention``. ``_int_mm`` is exact in any
-order and left alone. Not covered, and not seen, is every other op, among them sums, norms, ``logsumexp``, ``layer_norm`` and recurrent layers.
+scaled, packed or structured-sparse operands; convolutions by any name; ``cdist``, ``bilinear``; recurrent layers where one kernel does them, as
+those of cuDNN; the fused kernels of ``scaled_dot_product_attention``. `uncovered.UNCOVERED` lists them. ``_int_mm`` is exact in any order and left
+alone. Not covered, and not seen, is every other op, among them sums, norms, ``logsumexp``, ``layer_norm``, decompositions, solvers and FFTs.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -36,6 +40,8 @@ from .companion import products, rows
 from .errors import UnsupportedError
 from .launch import INTERPRETED
 from .plan import DTYPES
+from .switches import switches
+from .uncovered import UNCOVERED
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +64,8 @@ def batch_invariant_mode(enabled: bool = True, *, strict: bool = False) -> Abstr
 
     While the mode is on anywhere, these switches are set for the whole process: TF32 off for matrix products and cuDNN; reduced-precision
     reductions and fp16 accumulation of cuBLAS off; ``cudnn.benchmark`` off and ``cudnn.deterministic`` on. They bear on ops that are not
-    covered. `torch.use_deterministic_algorithms` is left alone: it is about runs, not batches, and refuses ops that this mode does not touch.
+    covered. So is opt_einsum. `torch.use_deterministic_algorithms` is left alone: it is about runs, not batches, and refuses ops that this mode
+    does not touch.
 
     torch looks kernels up without a lock: engines should enable the mode once, before other threads compute. Kernels that were taken away under
     a call stay in memory for some seconds, with which switching beside threads that compute was free of faults.
@@ -152,45 +159,12 @@ def _install_or_remove() -> None:
     wanted = _default.enabled or any(levels[-1].enabled for levels in _open.values())
     if wanted and _installed is None:
         with ExitStack() as stack:
-            for part in (torch.compiler.set_stance("force_eager"), _switches(), _overrides()):
+            for part in (torch.compiler.set_stance("force_eager"), switches(), _overrides()):
                 stack.enter_context(part)
             _installed = stack.pop_all()
     elif not wanted and _installed is not None:
         stack, _installed = _installed, None
         stack.close()
-
-
-@contextmanager
-def _switches() -> Iterator[None]:
-    """Those of torch.backends. A precision of "none" follows that of torch.backends, which is out of the way while they are read."""
-    backends: Any = torch.backends
-    matmul, cudnn = backends.cuda.matmul, backends.cudnn
-    precisions = [(holder, "fp32_precision", "ieee") for holder in (matmul, backends.mkldnn.matmul, cudnn.conv, cudnn.rnn)]
-    reductions = [(matmul, f"allow_{kind}_reduced_precision_reduction", (False, False)) for kind in ("fp16", "bf16")]
-    others = [(matmul, "allow_fp16_accumulation", False), (cudnn, "benchmark", False), (cudnn, "deterministic", True)]
-    # Older switches, which torch keeps beside the precisions and refuses to read where the two disagree.
-    older: list[tuple[Kernel, Kernel, Any]] = [
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
-        (lambda: cudnn.allow_tf32, lambda allow: setattr(cudnn, "allow_tf32", allow), False),
-    ]
-    with ExitStack() as stack:
-        parent, backends.fp32_precision = backends.fp32_precision, "none"
-        try:
-            for holder, name, _ in (*precisions, *others):
-                stack.callback(setattr, holder, name, getattr(holder, name))
-            for holder, name, _ in reductions:
-                stack.callback(setattr, holder, name, (getattr(holder, name), getattr(holder, f"{name}_split_k")))
-        finally:
-            backends.fp32_precision = parent
-        for get, put, value in older:
-            try:
-                stack.callback(put, get())
-            except RuntimeError:
-                continue
-            put(value)
-        for setting in (*precisions, *reductions, *others):
-            setattr(*setting)
-        yield
 
 
 @contextmanager
@@ -220,15 +194,14 @@ def _overridden(device: str) -> Iterator[tuple[str, str, Kernel]]:
         qualified = f"aten::{name}"
         if qualified not in names:
             continue
-        if has(qualified, device) or has(qualified, "CompositeExplicitAutograd"):
+        if any(has(qualified, key) for key in (device, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")):
             yield name, device, kernel
         for layout in ("Sparse", "SparseCsr", "NestedTensor"):
             if has(qualified, f"{layout}{device}"):
                 yield name, f"{layout}{device}", _nothing
-    # torch composes it of others, and for operands with strides of their own rounds before the bias. A kernel for the device alone would
-    # cut off gradients; this one composes it too.
-    yield "linear", device, _linear
-    yield "linear", f"Autograd{device}", _linear
+    for name, kernel in COMPOSED.items():  # a kernel for the device alone would cut off gradients
+        yield name, device, kernel
+        yield name, f"Autograd{device}", kernel
 
 
 def _override(library: torch.library.Library, name: str, key: str, kernel: Kernel) -> Any:
@@ -302,6 +275,14 @@ def _add(c: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1
     if beta != 0:
         total = total + (c.float() if beta == 1 else c.float() * beta)
     return total.to(product.dtype)
+
+
+def _multi_dot(matrices: Sequence[Tensor], *, dims: tuple[int, ...] = (1, 2)) -> Any:
+    """From the left, whatever the sizes. ``dims``: which the first and the last may have."""
+    if any(t.dim() not in (dims if i in (0, len(matrices) - 1) else (2,)) for i, t in enumerate(matrices)):
+        return NotImplemented
+    fits = all(a.shape[-1] == b.shape[0] and (a.dtype, a.device) == (b.dtype, b.device) for a, b in pairwise(matrices))
+    return reduce(torch.matmul, matrices) if len(matrices) > 1 and fits else NotImplemented
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -380,21 +361,14 @@ _RESULTS: dict[str, Kernel] = {
     "mm": partial(_multiply, dims=(2, 2)), "bmm": partial(_multiply, dims=(3, 3)), "_softmax": _softmax, "_log_softmax": partial(_softmax, log=True)
 }
 _SUMS: dict[str, Kernel] = {"addmm": partial(_add, dims=(2, 2)), "baddbmm": partial(_add, dims=(3, 3)), "addmv": partial(_add, dims=(2, 1))}
+_CHAINS: dict[str, Kernel] = {"linalg_multi_dot": _multi_dot, "chain_matmul": partial(_multi_dot, dims=(2,))}
+# Ops that torch composes of others, here of other ones: in its `linear` operands with strides of their own are rounded before the bias, and the
+# order of its chains follows the sizes, the number of rows included.
+COMPOSED: dict[str, Kernel] = {"linear": _linear, **_CHAINS, **{f"{name}.out": _with_out(kernel) for name, kernel in _CHAINS.items()}}
 KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("dot", "vdot"), partial(_multiply, dims=(1, 1))), **dict.fromkeys(("mean.dim", "mean.out"), _mean),
     "_fused_rms_norm": _rms_norm, "_grouped_mm": _grouped_mm, "_foreach_mm": lambda a, b: [torch.mm(*pair) for pair in zip(a, b, strict=True)],
     **_RESULTS, **_SUMS, **{f"{name}.out": _with_out(kernel) for name, kernel in {**_RESULTS, **_SUMS}.items()},
     **{f"{name}_": _in_place(kernel) for name, kernel in _SUMS.items()},
-    # What torch has that adds as it likes.
-    **dict.fromkeys([
-        *[f"{op}.{overload}" for op in ("mm", "addmm", "bmm", "baddbmm") for overload in ("dtype", "dtype_out")],
-        "_addmm_activation", "_addmm_activation.out", "_scaled_mm", "_scaled_mm.out", "_scaled_mm_v2", "_scaled_mm_v2.out", "_scaled_grouped_mm",
-        "_scaled_grouped_mm_v2", "_mixed_dtypes_linear", "_weight_int4pack_mm", "_weight_int8pack_mm", "_cslt_sparse_mm", "_sparse_semi_structured_linear",
-        "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm", "_sparse_softmax", "_sparse_log_softmax", "_sparse_sparse_matmul", "hspmm",
-        "sparse_sampled_addmm", "_masked_softmax", "convolution", "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention.quantized",
-        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-        "_flash_attention_forward", "_flash_attention_forward.quantized", "_flash_attention_forward_no_dropout_inplace", "_efficient_attention_forward",
-        "_cudnn_attention_forward", "_triton_scaled_dot_attention", "_triton_multi_head_attention", "_native_multi_head_attention",
-        "_transformer_encoder_layer_fwd",
-    ], _nothing),
+    **dict.fromkeys(UNCOVERED, _nothing),
 }

@@ -141,6 +141,37 @@ def test_scaled_sums(data):
         assert_bitwise_equal(torch.mv(x, w[0])[5:6], torch.mv(x[5:6], w[0]), "one row of mv")
 
 
+@pytest.mark.parametrize("chain", ["multi_dot", "multi_dot, out=", "chain_matmul", "einsum"])
+def test_chains_begin_at_the_left(data, chain):
+    """Of 1 row and of many: the cheapest order of these is another one for each, and torch takes it."""
+    x, w, _ = data
+    thin = w.t()[:, :3].contiguous()
+    by_torch = {
+        "multi_dot": lambda *m: torch.linalg.multi_dot(m),
+        "multi_dot, out=": lambda *m: torch.linalg.multi_dot(m, out=m[0].new_empty(0)),
+        "chain_matmul": lambda *m: torch.chain_matmul(*m),
+        "einsum": lambda *m: torch.einsum("ab,bc,cd->ad", *m),
+    }[chain]
+    with batch_invariant_mode(strict=True):
+        whole = by_torch(x, thin, thin.t())
+        for count in (1, 2, 17):
+            assert_bitwise_equal(by_torch(x[:count], thin, thin.t()), whole[:count], f"{count} rows")
+        assert_bitwise_equal(whole, products.matmul(products.matmul(x, thin), thin.t()))
+        wide = by_torch(x, x.t().contiguous(), x)
+        assert_bitwise_equal(wide, products.matmul(products.matmul(x, x.t().contiguous()), x))
+        if chain.startswith("multi"):
+            assert_bitwise_equal(by_torch(x[0], thin, thin[0]), products.matmul(products.matmul(x[0], thin), thin[0]))
+
+
+def test_gradients_of_a_chain(mla):
+    a, b, c = (torch.randn(4, 4, device=mla.device, requires_grad=True) for _ in range(3))
+    with batch_invariant_mode(strict=True):
+        torch.linalg.multi_dot((a, b, c)).sum().backward()
+    expected = torch.autograd.grad((a @ b @ c).sum(), (a, b, c))
+    for given, grad in zip((a, b, c), expected, strict=True):
+        assert_close(given.grad, grad.double(), 1e-5)
+
+
 def same(t):
     return t
 

@@ -19,7 +19,7 @@ from triton_mla.testing import assert_bitwise_equal
 def registered():
     """All kernels of the ops that the mode touches, for every dispatch key."""
     names = set(torch._C._dispatch_get_all_op_names())
-    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in (*mode.KERNELS, "linear", "matmul") if f"aten::{name}" in names}
+    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in (*mode.KERNELS, *mode.COMPOSED, "matmul") if f"aten::{name}" in names}
 
 
 def switches():
@@ -40,6 +40,7 @@ def switches():
         "benchmark": lambda: cudnn.benchmark,
         "deterministic": lambda: cudnn.deterministic,
         "algorithms": torch.are_deterministic_algorithms_enabled,
+        "opt_einsum": lambda: torch.backends.opt_einsum.enabled,
     }
     state = {}
     for name, read in readers.items():
@@ -244,7 +245,9 @@ def refusals(device):
     """op and what it is called with -> the words that the error must hold, and a call of it."""
     x, y = torch.randn(4, 16, device=device), torch.randn(16, 8, device=device)
     d = x.double()
-    image = torch.randn(1, 2, 8, device=device)
+    image, filters = torch.randn(1, 2, 8, device=device), torch.randn(2, 2, 3, device=device)
+    plane, planes = image[:, :, None].expand(-1, -1, 8, -1), filters[:, :, None].expand(-1, -1, 3, -1)
+    lstm, steps = torch.nn.LSTM(16, 4).to(device), torch.randn(3, 1, 16, device=device)
     return {
         "mm float64": (("aten::mm", "torch.float64"), lambda: d @ y.double()),
         "addmm float64": (("aten::addmm", "torch.float64"), lambda: torch.addmm(y[0].double(), d, y.double())),
@@ -261,7 +264,16 @@ def refusals(device):
         "mean to float64": (("aten::mean.dim", "torch.float64"), lambda: x.mean(0, dtype=torch.float64)),
         "mm sparse": (("aten::mm", "torch.sparse_coo", "torch.float32"), lambda: torch.mm(x.to_sparse(), y)),
         "mm sparse_csr": (("aten::mm", "torch.sparse_csr"), lambda: torch.mm(x.to_sparse_csr(), y)),
-        "convolution": (("aten::convolution", "torch.float32"), lambda: torch.nn.functional.conv1d(image, torch.randn(2, 2, 3, device=device))),
+        "convolution": (("aten::convolution", "torch.float32"), lambda: torch.nn.functional.conv1d(image, filters)),
+        "_convolution": (("aten::_convolution", "torch.float32"),
+                         lambda: torch.ops.aten._convolution(image, filters, None, [1], [0], [1], False, [0], 1, False, True, True, False)),
+        "transposed convolution": (("aten::convolution", "torch.float32"), lambda: torch.nn.functional.conv_transpose2d(plane, planes)),
+        "slow_conv2d": (("conv2d_forward", "torch.float32"), lambda: torch.ops.aten._slow_conv2d_forward(plane, planes, [3, 3], None, [1, 1], [0, 0])),
+        "conv_tbc": (("aten::conv_tbc", "torch.float32"), lambda: torch.conv_tbc(image, y[None, :8], y[0])),
+        "cdist": (("aten::_cdist_forward", "torch.float32"), lambda: torch.cdist(x, x)),
+        "cdist of many": (("aten::_euclidean_dist", "torch.float32"), lambda: torch.cdist(x.expand(30, 4, 16)[:, 0], x)),
+        "bilinear": (("aten::_trilinear", "torch.float32"), lambda: torch.nn.functional.bilinear(x, x, y.T[:, :, None] * x[0])),
+        "lstm": (("rnn", "torch.float32"), lambda: lstm(steps)[0].detach()),
         "attention": (("attention", "torch.bfloat16"), lambda: torch.nn.functional.scaled_dot_product_attention(*3 * [x[None, None].bfloat16()])),
     }
 
@@ -280,9 +292,21 @@ def test_strict_refuses_what_would_fall_through(device, what, caplog, monkeypatc
         result = [call() for _ in range(2)]
     said = [record.getMessage() for record in caplog.records]
     assert len(set(said)) == len(said) and all(word in said[0] for word in words), said  # torch's sparse mm asks addmm in turn
-    if what != "convolution":  # its weight is random
-        for value in result:
-            assert torch.equal(value, plain)
+    for value in result:  # torch makes some of them of products, which the mode answers
+        assert torch.equal(value, plain) if what not in ("bilinear", "cdist of many") else torch.allclose(value, plain, atol=1e-3)
+
+
+def test_a_traced_convolution_is_refused(device):
+    """It asks for `_convolution`, which eager code never does first."""
+    image = torch.randn(1, 2, 8, device=device)
+    traced = torch.jit.trace(torch.nn.Conv1d(2, 3, 3).to(device), image)
+    with batch_invariant_mode(strict=True), pytest.raises(Exception, match="aten::_convolution was called in batch_invariant_mode"):
+        traced(image)
+
+
+def test_every_convolution_is_on_the_list():
+    assert {"convolution", "_convolution", "cudnn_convolution", "cudnn_convolution_relu", "_slow_conv2d_forward"} <= set(mode.UNCOVERED)
+    assert not [name for name in mode.UNCOVERED if "convert" in name]
 
 
 def test_torchs_own_errors_stay(device):
@@ -290,6 +314,8 @@ def test_torchs_own_errors_stay(device):
     ids = torch.zeros(3, dtype=torch.long, device=device)
     calls = (lambda: x @ x, lambda: torch.mm(x, x.t().half()), lambda: torch.mm(x[0], x), lambda: torch.addmm(x, x, x.t()), lambda: torch.bmm(x, x),
              lambda: ids.float().mean(3), lambda: x.mean((0, -2)), lambda: x.softmax(2), lambda: x.log_softmax(-3), lambda: ids.mean(),
+             lambda: torch.linalg.multi_dot([x]), lambda: torch.linalg.multi_dot([x, x.t(), x.t()]), lambda: torch.linalg.multi_dot([x, x.t().half()]),
+             lambda: torch.linalg.multi_dot([x, x[0], x[0]]), lambda: torch.chain_matmul(x[0], x.t()),
              lambda: torch.nn.functional.linear(x, x[:, :3]), lambda: torch.dot(x[0], x[0, :3]),
              lambda: torch.mm(x, x.t(), out=torch.empty(4, 4, device=device, dtype=torch.int64)))
     for call in calls:
@@ -395,7 +421,7 @@ def test_switches_are_set_and_restored(prepare):
             assert within["matmul"] == within["mkldnn"] == within["conv"] == within["rnn"] == "ieee"
             assert within["allow_tf32"] in (False, None) and within["cudnn.allow_tf32"] in (False, None)
             assert within["fp16"] == within["bf16"] == (False, False) and within["accumulation"] is False
-            assert (within["benchmark"], within["deterministic"]) == (False, True)
+            assert (within["benchmark"], within["deterministic"], within["opt_einsum"]) == (False, True, False)
             assert (within["all"], within["algorithms"]) == (before["all"], before["algorithms"])
             with batch_invariant_mode(False):
                 assert switches() == before
