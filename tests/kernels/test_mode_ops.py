@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from triton_mla import mode
+from triton_mla import mode_kernels
 from triton_mla.companion import products, rows
 from triton_mla.mode import batch_invariant_mode
 from triton_mla.testing import assert_bitwise_equal, assert_close, bitwise_equal
@@ -29,7 +29,7 @@ def data(mla_each, sizes):
 
 def fused_rms_norm(x, w):
     """What `rms_norm` is on a GPU; on a CPU torch composes it of a mean and elementwise ops."""
-    kernel = torch.ops.aten._fused_rms_norm if x.is_cuda else mode._rms_norm
+    kernel = torch.ops.aten._fused_rms_norm if x.is_cuda else mode_kernels._rms_norm
     return kernel(x, [x.shape[-1]], w[0], 1e-6)[0]
 
 
@@ -93,16 +93,16 @@ def test_fused_rms_norm_results(data):
     weight = w[0].unflatten(-1, (2, -1))
     for dims in (1, 2):
         shape, over = x.shape[-dims:], tuple(range(-dims, 0))
-        out, inverse = mode._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
+        out, inverse = mode_kernels._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
         square = x.double().square().mean(over, keepdim=True) + torch.finfo(torch.float32).eps
         assert inverse.dtype == torch.float32
         assert_close(inverse, square**-0.5, 1e-5, "1 / root")
         assert_close(out, x.double() * square**-0.5 * (weight[0] if dims == 1 else weight).double(), ATOL[x.dtype], "out")
         with torch.no_grad():
-            again, none = mode._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
+            again, none = mode_kernels._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
         assert_bitwise_equal(again, out)
         assert none.numel() == 0
-    assert mode._rms_norm(x, (x.shape[-1] + 1,), None, None) is NotImplemented
+    assert mode_kernels._rms_norm(x, (x.shape[-1] + 1,), None, None) is NotImplemented
 
 
 def test_scaled_sums(data):
