@@ -213,8 +213,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def floats(
     name: str, value: object, *, min_dims: int = 1, device: torch.device | None = None, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> torch.Tensor:
-    """``value`` if it is a tensor of one of these dtypes; on ``device``, or without it where kernels run."""
-    value = checks.as_stored(name, value)
+    """``value`` if it is a tensor of one of these dtypes, of no lost gradient; on ``device``, or without it where kernels run."""
+    value = checks.forward_only(name, checks.as_stored(name, value))
     if value.dim() < min_dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have at least {min_dims} dimensions")
     if value.dtype not in dtypes:
