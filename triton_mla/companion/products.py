@@ -105,7 +105,7 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk
         x: [T, K], fp16, bf16 or fp32; the last dimension is contiguous.
         gate_up: [E, 2 * I, K] of the same dtype, the gate's rows first.
         down: [E, K, I] of the same dtype.
-        topk_ids: [T, k] int32; a slot with an id outside of [0, E) counts as an expert that gives 0.
+        topk_ids: [T, k] int32; a slot with an id outside of [0, E) counts as an expert that gives 0, whatever its weight.
         topk_weights: [T, k] fp32.
 
     Returns:
@@ -302,8 +302,8 @@ def _moe(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.
     y = _grouped(hidden, None, down, starts, None)
     constants = {"TOP_K": slots, "WIDTH": COMBINE_WIDTH, "EMULATE_BF16": INTERPRETED and x.dtype == torch.bfloat16}
     with on_device(x.device):
-        launch(add_slots_kernel, (x.dtype, slots, kind(K), weights.data_ptr() % 16), (T, -(-K // COMBINE_WIDTH)),
-               (y, places, weights, out, y.stride(0), out.stride(0), K), constants, {"num_warps": 2})
+        launch(add_slots_kernel, (x.dtype, slots, kind(K), ids.data_ptr() % 16, weights.data_ptr() % 16), (T, -(-K // COMBINE_WIDTH)),
+               (y, places, ids, weights, out, y.stride(0), out.stride(0), E, K), constants, {"num_warps": 2})
     return out
 
 
