@@ -10,7 +10,9 @@ Covered, for strided fp16, bf16 and fp32 tensors on a CUDA device, and under Tri
 - ``softmax``, ``log_softmax`` (so also cross entropy), ``mean`` over any dimensions, ``rms_norm``
 
 A product with an added bias [N], as of ``linear``, is rounded once. Any other addend, and any scaling (``alpha``, ``beta``), follow after the
-product was rounded to its dtype: product and addend are scaled, each rounded to fp32, their sum is rounded to fp32, and that to the dtype.
+product was rounded to its dtype: product and addend are scaled, each rounded to fp32, their sum is rounded to fp32, and that to the dtype. So in
+fp16 a product above 65504 is inf whatever ``alpha`` is, where torch scales before it rounds: scale an operand instead. What no batch changes are
+the rows of the left operand; docs/numerics.md tells when a batch in the right one shows.
 
 Not covered, and refused by ``strict``: the above with other dtypes, with sparse or nested tensors, or with another ``out_dtype``; products of
 scaled, packed or structured-sparse operands; convolutions by any name; ``cdist``, ``bilinear``; recurrent layers where one kernel does them, as

@@ -172,6 +172,15 @@ def test_gradients_of_a_chain(mla):
         assert_close(given.grad, grad.double(), 1e-5)
 
 
+def test_alpha_follows_the_rounding(mla):
+    """What docs/numerics.md says of fp16: a scaled operand stays finite, a scaled product need not."""
+    x = torch.full((1, 4, 128), 32.0, dtype=torch.float16, device=mla.device)
+    c = x.new_zeros(1, 4, 4)
+    with batch_invariant_mode(strict=True):
+        assert bool(torch.baddbmm(c, x, x.mT, beta=0, alpha=128**-0.5).isinf().all())
+        assert_bitwise_equal(torch.baddbmm(c, x * 128**-0.5, x.mT), torch.full_like(c, 11584))
+
+
 def same(t):
     return t
 
