@@ -12,7 +12,24 @@ from .companion.products import Operands, product_call
 
 
 def split_kv_b(w_kv_b: torch.Tensor, num_heads: int, qk_nope_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views (W_UK [H, nope, R], W_UV [H, R, V]) of a kv_b projection's weight [H * (nope + V), R]; nothing is copied."""
+    """Views (W_UK [H, nope, R], W_UV [H, R, V]) of a kv_b projection's weight [H * (nope + V), R]; nothing is copied.
+
+    Args:
+        w_kv_b: [H * (nope + V), R] of any dtype, dense: for each head W_UK's rows, then W_UV's.
+        num_heads: H, 1 or more; it divides the rows.
+        qk_nope_head_dim: nope, from 1 to a head's rows less one.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+    if checks.strided("w_kv_b", w_kv_b).dim() != 2:
+        raise ValueError(f"w_kv_b has shape {tuple(w_kv_b.shape)}; it must have 2 dimensions: num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank")
+    rows = w_kv_b.shape[0]
+    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or num_heads < 1 or rows % num_heads:
+        raise ValueError(f"num_heads={num_heads!r} must be an int of at least 1 that divides the {rows} rows of w_kv_b")
+    most = rows // num_heads - 1
+    if isinstance(qk_nope_head_dim, bool) or not isinstance(qk_nope_head_dim, int) or not 1 <= qk_nope_head_dim <= most:
+        raise ValueError(f"qk_nope_head_dim={qk_nope_head_dim!r} must be an int from 1 to {most}: W_UV has rows too of the {most + 1} of a head in w_kv_b")
     heads = w_kv_b.unflatten(0, (num_heads, -1))
     return heads[:, :qk_nope_head_dim], heads[:, qk_nope_head_dim:].transpose(1, 2)
 

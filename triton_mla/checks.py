@@ -58,6 +58,18 @@ def as_stored(name: str, value: object) -> torch.Tensor:
     return value
 
 
+def forward_only(name: str, value: torch.Tensor) -> torch.Tensor:
+    """``value``, if no gradient of it would be lost. While torch.compile traces, the operator is told by autograd."""
+    if value.requires_grad and not torch.compiler.is_compiling() and recording():
+        raise ValueError(f"{name} requires grad, and this operation has no gradient; call it under torch.no_grad(), or give it {name}.detach()")
+    return value
+
+
+def recording() -> bool:
+    """Whether gradients are recorded here: not by the kernels of `batch_invariant_mode` and of operators, which autograd calls itself."""
+    return torch.is_grad_enabled() and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+
+
 def no_overlap(name: str, value: torch.Tensor) -> None:
     """Refuse a tensor to write to whose elements share memory, as those of an expanded one do."""
     reach = 1

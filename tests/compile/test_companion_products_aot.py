@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 SPLITS = 4
-INTEGERS = {"ROWS": "*i32", "GROUP_STARTS": "*i32", "PLACES": "*i32", "WEIGHTS": "*fp32", "PARTIALS": "*fp32"}
+INTEGERS = {"ROWS": "*i32", "GROUP_STARTS": "*i32", "PLACES": "*i32", "IDS": "*i32", "WEIGHTS": "*fp32", "PARTIALS": "*fp32"}
 LINEAR = ("stride_a_k", "stride_b_k")
 ARCHS = [arch for arch in ARCHITECTURES if arch != "interpreter"]
 # On sm_90 the tiles of whole K. The others share a table: all of it where there is the least shared memory, elsewhere the largest tile.

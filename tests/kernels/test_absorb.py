@@ -125,6 +125,28 @@ def test_split_kv_b_copies_nothing(mla, sizes):
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"w_kv_b": None}, "w_kv_b=None"),
+        ({"w_kv_b": torch.zeros(12)}, "w_kv_b has shape"),
+        ({"w_kv_b": torch.zeros(12, 4).to_sparse()}, "w_kv_b has layout"),
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"num_heads": -1}, "num_heads=-1"),
+        ({"num_heads": 5}, "num_heads=5 must be .* divides the 12 rows"),
+        ({"num_heads": 2.0}, "num_heads=2.0"),
+        ({"num_heads": True}, "num_heads=True"),
+        ({"qk_nope_head_dim": 0}, "qk_nope_head_dim=0 must be an int from 1 to 5"),
+        ({"qk_nope_head_dim": 6}, "qk_nope_head_dim=6"),
+        ({"qk_nope_head_dim": -2}, "qk_nope_head_dim=-2"),
+        ({"qk_nope_head_dim": None}, "qk_nope_head_dim=None"),
+    ],
+)
+def test_bad_split(change, words):
+    with pytest.raises(ValueError, match=words):
+        split_kv_b(**{"w_kv_b": torch.zeros(12, 4), "num_heads": 2, "qk_nope_head_dim": 2, **change})
+
+
+@pytest.mark.parametrize(
     ("change", "word"),
     [
         (lambda q, w: (q[0], w), "q_nope has shape"),

@@ -332,6 +332,16 @@ def test_moe_experts(draw, dtype):
     check(result, expected, 4)
 
 
+def test_a_slot_of_no_expert_has_no_weight(draw):
+    x, gate_up, down, ids, weights = moe(draw, torch.float32, 6)
+    ids[1, 0], ids[2, 1], ids[3, 0] = -1, 6, 2**31 - 1
+    plain = moe_experts(x, gate_up, down, ids, weights)
+    weights[1, 0], weights[2, 1], weights[3, 0] = torch.inf, torch.nan, -torch.inf
+    assert_bitwise_equal(moe_experts(x, gate_up, down, ids, weights), plain)
+    weights[4, 0] = torch.nan
+    assert bool(moe_experts(x, gate_up, down, ids, weights)[4].isnan().all()), "an expert's"
+
+
 def test_a_token_of_a_mixture_alone_and_among_others(draw, dtype):
     x, gate_up, down, ids, weights = moe(draw, dtype, 40)
     whole = moe_experts(x, gate_up, down, ids, weights)

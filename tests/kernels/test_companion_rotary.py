@@ -74,6 +74,12 @@ def test_bad_input(device, change, words):
         rotary_embedding(*change(*data(device, torch.float32, 3, 2, 8)), interleaved=True)
 
 
+@pytest.mark.parametrize("interleaved", [None, "no", 1])
+def test_bad_layout(device, interleaved):
+    with pytest.raises(ValueError, match=f"interleaved={interleaved!r} must be True or False"):
+        rotary_embedding(*data(device, torch.float32, 3, 2, 8), interleaved=interleaved)
+
+
 @pytest.mark.gpu
 def test_inside_torch_compile(device):
     args = data(device, torch.bfloat16, 5, 3, 64)

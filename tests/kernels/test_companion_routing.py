@@ -150,6 +150,10 @@ def test_dtypes_and_no_tokens(device, dtype):
         ({"top_k": 2, "scoring": "tanh"}, "scoring='tanh'"),
         ({"top_k": 2, "correction_bias": torch.zeros(3)}, "correction_bias"),
         ({"top_k": 2, "scaling_factor": None}, "scaling_factor=None"),
+        ({"top_k": 2, "scaling_factor": float("nan")}, "scaling_factor=nan"),
+        ({"top_k": 2, "scaling_factor": 1e39}, "scaling_factor=1e"),
+        ({"top_k": 2, "scaling_factor": 10**400}, "scaling_factor=1000"),
+        ({"top_k": 2, "normalize": "no"}, "normalize='no' must be True or False"),
     ],
 )
 def test_bad_input(device, options, words):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from triton_mla import mode
+from triton_mla import mode_kernels
 from triton_mla.companion import products, rows
 from triton_mla.mode import batch_invariant_mode
 from triton_mla.testing import assert_bitwise_equal, assert_close, bitwise_equal
@@ -29,7 +29,7 @@ def data(mla_each, sizes):
 
 def fused_rms_norm(x, w):
     """What `rms_norm` is on a GPU; on a CPU torch composes it of a mean and elementwise ops."""
-    kernel = torch.ops.aten._fused_rms_norm if x.is_cuda else mode._rms_norm
+    kernel = torch.ops.aten._fused_rms_norm if x.is_cuda else mode_kernels._rms_norm
     return kernel(x, [x.shape[-1]], w[0], 1e-6)[0]
 
 
@@ -93,16 +93,16 @@ def test_fused_rms_norm_results(data):
     weight = w[0].unflatten(-1, (2, -1))
     for dims in (1, 2):
         shape, over = x.shape[-dims:], tuple(range(-dims, 0))
-        out, inverse = mode._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
+        out, inverse = mode_kernels._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
         square = x.double().square().mean(over, keepdim=True) + torch.finfo(torch.float32).eps
         assert inverse.dtype == torch.float32
         assert_close(inverse, square**-0.5, 1e-5, "1 / root")
         assert_close(out, x.double() * square**-0.5 * (weight[0] if dims == 1 else weight).double(), ATOL[x.dtype], "out")
         with torch.no_grad():
-            again, none = mode._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
+            again, none = mode_kernels._rms_norm(x, shape, weight[0] if dims == 1 else weight, None)
         assert_bitwise_equal(again, out)
         assert none.numel() == 0
-    assert mode._rms_norm(x, (x.shape[-1] + 1,), None, None) is NotImplemented
+    assert mode_kernels._rms_norm(x, (x.shape[-1] + 1,), None, None) is NotImplemented
 
 
 def test_scaled_sums(data):
@@ -139,6 +139,46 @@ def test_scaled_sums(data):
     with batch_invariant_mode():
         assert_bitwise_equal(torch.addmm(full, x, matrix)[5:6], torch.addmm(full[5:6], x[5:6], matrix), "one row of a sum")
         assert_bitwise_equal(torch.mv(x, w[0])[5:6], torch.mv(x[5:6], w[0]), "one row of mv")
+
+
+@pytest.mark.parametrize("chain", ["multi_dot", "multi_dot, out=", "chain_matmul", "einsum"])
+def test_chains_begin_at_the_left(data, chain):
+    """Of 1 row and of many: the cheapest order of these is another one for each, and torch takes it."""
+    x, w, _ = data
+    thin = w.t()[:, :3].contiguous()
+    by_torch = {
+        "multi_dot": lambda *m: torch.linalg.multi_dot(m),
+        "multi_dot, out=": lambda *m: torch.linalg.multi_dot(m, out=m[0].new_empty(0)),
+        "chain_matmul": lambda *m: torch.chain_matmul(*m),
+        "einsum": lambda *m: torch.einsum("ab,bc,cd->ad", *m),
+    }[chain]
+    with batch_invariant_mode(strict=True):
+        whole = by_torch(x, thin, thin.t())
+        for count in (1, 2, 17):
+            assert_bitwise_equal(by_torch(x[:count], thin, thin.t()), whole[:count], f"{count} rows")
+        assert_bitwise_equal(whole, products.matmul(products.matmul(x, thin), thin.t()))
+        wide = by_torch(x, x.t().contiguous(), x)
+        assert_bitwise_equal(wide, products.matmul(products.matmul(x, x.t().contiguous()), x))
+        if chain.startswith("multi"):
+            assert_bitwise_equal(by_torch(x[0], thin, thin[0]), products.matmul(products.matmul(x[0], thin), thin[0]))
+
+
+def test_gradients_of_a_chain(mla):
+    a, b, c = (torch.randn(4, 4, device=mla.device, requires_grad=True) for _ in range(3))
+    with batch_invariant_mode(strict=True):
+        torch.linalg.multi_dot((a, b, c)).sum().backward()
+    expected = torch.autograd.grad((a @ b @ c).sum(), (a, b, c))
+    for given, grad in zip((a, b, c), expected, strict=True):
+        assert_close(given.grad, grad.double(), 1e-5)
+
+
+def test_alpha_follows_the_rounding(mla):
+    """What docs/numerics.md says of fp16: a scaled operand stays finite, a scaled product need not."""
+    x = torch.full((1, 4, 128), 32.0, dtype=torch.float16, device=mla.device)
+    c = x.new_zeros(1, 4, 4)
+    with batch_invariant_mode(strict=True):
+        assert bool(torch.baddbmm(c, x, x.mT, beta=0, alpha=128**-0.5).isinf().all())
+        assert_bitwise_equal(torch.baddbmm(c, x * 128**-0.5, x.mT), torch.full_like(c, 11584))
 
 
 def same(t):

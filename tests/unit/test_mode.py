@@ -1,7 +1,6 @@
-"""batch_invariant_mode: what it puts in place and takes away again, for whom, and what it refuses."""
+"""batch_invariant_mode: what it puts in place and takes away again, for whom, and what it refuses to enter."""
 
 import gc
-import logging
 import threading
 import time
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from triton_mla.testing import assert_bitwise_equal
 def registered():
     """All kernels of the ops that the mode touches, for every dispatch key."""
     names = set(torch._C._dispatch_get_all_op_names())
-    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in (*mode.KERNELS, "linear", "matmul") if f"aten::{name}" in names}
+    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in (*mode.KERNELS, *mode.COMPOSED, "matmul") if f"aten::{name}" in names}
 
 
 def switches():
@@ -40,6 +39,7 @@ def switches():
         "benchmark": lambda: cudnn.benchmark,
         "deterministic": lambda: cudnn.deterministic,
         "algorithms": torch.are_deterministic_algorithms_enabled,
+        "opt_einsum": lambda: torch.backends.opt_einsum.enabled,
     }
     state = {}
     for name, read in readers.items():
@@ -135,6 +135,56 @@ def test_a_decorator(pair, calls):
     for i in range(2):
         invariant(*pair)
         assert len(calls) == i + 1 and not is_batch_invariant_mode()
+
+
+async def coroutine():
+    pass
+
+
+def generator():
+    yield
+
+
+async def async_generator():
+    yield
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, async_generator, 3])
+def test_a_decorator_of_what_it_cannot_cover(function):
+    with pytest.raises(ValueError, match="function=.* must be a plain function"):
+        batch_invariant_mode()(function)
+
+
+def test_one_object_many_times(pair, calls):
+    """After itself, within itself, and within another level within itself."""
+    invariant, plain = batch_invariant_mode(), batch_invariant_mode(False)
+    for _ in range(2):
+        with invariant:
+            with invariant, plain:
+                with invariant:
+                    assert is_batch_invariant_mode()
+                    torch.mm(*pair)
+                assert not is_batch_invariant_mode()
+            assert is_batch_invariant_mode()
+            in_thread(lambda: invariant(torch.mm)(*pair))
+        assert not is_batch_invariant_mode()
+    assert len(calls) == 4
+    with pytest.raises(RuntimeError, match="without having been entered"):
+        invariant.__exit__(None, None, None)
+
+
+def test_a_generator_that_another_thread_closes(pair, calls):
+    before = registered()
+
+    def steps():
+        with batch_invariant_mode():
+            yield
+
+    suspended = steps()
+    next(suspended)
+    assert is_batch_invariant_mode()
+    in_thread(suspended.close)
+    assert not is_batch_invariant_mode() and registered() == before
 
 
 def in_thread(work):
@@ -240,56 +290,13 @@ def test_for_the_whole_process(pair, calls):
     disable_batch_invariant_mode()
 
 
-def refusals(device):
-    """op and what it is called with -> the words that the error must hold, and a call of it."""
-    x, y = torch.randn(4, 16, device=device), torch.randn(16, 8, device=device)
-    d = x.double()
-    image = torch.randn(1, 2, 8, device=device)
-    return {
-        "mm float64": (("aten::mm", "torch.float64"), lambda: d @ y.double()),
-        "addmm float64": (("aten::addmm", "torch.float64"), lambda: torch.addmm(y[0].double(), d, y.double())),
-        "linear float64": (("aten::addmm", "torch.float64"), lambda: torch.nn.functional.linear(d, d, d[:, 0])),
-        "bmm float64": (("aten::bmm", "torch.float64"), lambda: torch.bmm(d[None], y[None].double())),
-        "baddbmm float64": (("aten::baddbmm", "torch.float64"), lambda: torch.baddbmm(d[:1, None, :8], d[None], y[None].double())),
-        "mv float64": (("aten::addmv", "torch.float64"), lambda: torch.mv(d, d[0])),
-        "dot float64": (("aten::dot", "torch.float64"), lambda: torch.dot(d[0], d[0])),
-        "mm complex": (("aten::mm", "torch.complex64"), lambda: x.cfloat() @ y.cfloat()),
-        "mm int8": (("aten::mm", "torch.int8"), lambda: x.char() @ y.char()),
-        "softmax float64": (("aten::_softmax", "torch.float64"), lambda: d.softmax(-1)),
-        "log_softmax float64": (("aten::_log_softmax", "torch.float64"), lambda: d.log_softmax(-1)),
-        "mean float64": (("aten::mean.dim", "torch.float64"), lambda: d.mean()),
-        "mean to float64": (("aten::mean.dim", "torch.float64"), lambda: x.mean(0, dtype=torch.float64)),
-        "mm sparse": (("aten::mm", "torch.sparse_coo", "torch.float32"), lambda: torch.mm(x.to_sparse(), y)),
-        "mm sparse_csr": (("aten::mm", "torch.sparse_csr"), lambda: torch.mm(x.to_sparse_csr(), y)),
-        "convolution": (("aten::convolution", "torch.float32"), lambda: torch.nn.functional.conv1d(image, torch.randn(2, 2, 3, device=device))),
-        "attention": (("attention", "torch.bfloat16"), lambda: torch.nn.functional.scaled_dot_product_attention(*3 * [x[None, None].bfloat16()])),
-    }
-
-
-@pytest.mark.parametrize("what", refusals("cpu"))
-def test_strict_refuses_what_would_fall_through(device, what, caplog, monkeypatch):
-    monkeypatch.setattr(mode, "_logged", set())
-    words, call = refusals(device)[what]
-    with batch_invariant_mode(strict=True), pytest.raises(UnsupportedError) as error:
-        call()
-    assert all(word in str(error.value) for word in words), str(error.value)
-    if what == "mm int8" and device.type == "cuda":
-        return  # torch has no kernel for it either
-    plain = call()
-    with caplog.at_level(logging.WARNING, logger="triton_mla"), batch_invariant_mode():
-        result = [call() for _ in range(2)]
-    said = [record.getMessage() for record in caplog.records]
-    assert len(set(said)) == len(said) and all(word in said[0] for word in words), said  # torch's sparse mm asks addmm in turn
-    if what != "convolution":  # its weight is random
-        for value in result:
-            assert torch.equal(value, plain)
-
-
 def test_torchs_own_errors_stay(device):
     x = torch.randn(4, 16, device=device)
     ids = torch.zeros(3, dtype=torch.long, device=device)
     calls = (lambda: x @ x, lambda: torch.mm(x, x.t().half()), lambda: torch.mm(x[0], x), lambda: torch.addmm(x, x, x.t()), lambda: torch.bmm(x, x),
              lambda: ids.float().mean(3), lambda: x.mean((0, -2)), lambda: x.softmax(2), lambda: x.log_softmax(-3), lambda: ids.mean(),
+             lambda: torch.linalg.multi_dot([x]), lambda: torch.linalg.multi_dot([x, x.t(), x.t()]), lambda: torch.linalg.multi_dot([x, x.t().half()]),
+             lambda: torch.linalg.multi_dot([x, x[0], x[0]]), lambda: torch.chain_matmul(x[0], x.t()),
              lambda: torch.nn.functional.linear(x, x[:, :3]), lambda: torch.dot(x[0], x[0, :3]),
              lambda: torch.mm(x, x.t(), out=torch.empty(4, 4, device=device, dtype=torch.int64)))
     for call in calls:
@@ -395,7 +402,7 @@ def test_switches_are_set_and_restored(prepare):
             assert within["matmul"] == within["mkldnn"] == within["conv"] == within["rnn"] == "ieee"
             assert within["allow_tf32"] in (False, None) and within["cudnn.allow_tf32"] in (False, None)
             assert within["fp16"] == within["bf16"] == (False, False) and within["accumulation"] is False
-            assert (within["benchmark"], within["deterministic"]) == (False, True)
+            assert (within["benchmark"], within["deterministic"], within["opt_einsum"]) == (False, True, False)
             assert (within["all"], within["algorithms"]) == (before["all"], before["algorithms"])
             with batch_invariant_mode(False):
                 assert switches() == before
@@ -434,18 +441,24 @@ def test_compiled_functions_run_eagerly(pair, calls):
     assert len(runs) == 3 and len(calls) == 2
 
 
-@pytest.mark.parametrize("enter", ["context", "enable"])
-def test_entering_within_a_compiled_function_is_an_error(pair, enter):
-    @torch.compile(backend="eager")
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("enter", ["context", "object", "decorated", "enable"])
+def test_entering_within_a_compiled_function_is_an_error(pair, enter, fullgraph):
+    """torch says so itself where it may not leave anything to Python."""
+    level = batch_invariant_mode()
+
+    @torch.compile(backend="eager", fullgraph=fullgraph)
     def entering(a, b):
         a = a + 1
         if enter == "enable":
             enable_batch_invariant_mode()
             return torch.mm(a, b)
-        with batch_invariant_mode():
+        if enter == "decorated":
+            return level(torch.mm)(a, b)
+        with level if enter == "object" else batch_invariant_mode():
             return torch.mm(a, b)
 
-    with pytest.raises(Exception, match="compile|set_stance"):
+    with pytest.raises(RuntimeError, match="" if fullgraph else "was entered in a function that torch compiles"):
         entering(*pair)
     assert not is_batch_invariant_mode()
 

@@ -1,7 +1,8 @@
 """What a model needs beside attention, with bits of each row's own: products, operations along rows, rotary embedding, routing to experts,
 and sums over the ranks of tensor parallelism.
 
-Every operation adds in one order, which its docstring says and docs/numerics.md lists. Forward only.
+Every operation adds in one order, which its docstring says and docs/numerics.md lists. Forward only: a tensor that requires grad is a ValueError
+while gradients are recorded. Operators, which torch.compile sees, are refused by autograd when the gradient is asked for.
 """
 
 from .collectives import ordered_all_reduce

@@ -9,7 +9,6 @@ from .. import checks
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-@torch.no_grad()
 def ordered_all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The sum of all ranks' tensors, on every rank: ``((x of rank 0 + x of rank 1) + x of rank 2) + ...`` in fp32, rounded once to the dtype of x.
 
@@ -27,7 +26,7 @@ def ordered_all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) 
     Raises:
         ValueError: an argument is wrong, or there is no such group; nothing has been sent.
     """
-    checks.float_dtype("x", checks.strided("x", x))
+    checks.float_dtype("x", checks.forward_only("x", checks.strided("x", x)))
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"group={group!r} must be a process group, and there is none: call torch.distributed.init_process_group before")
     if group is not None and not isinstance(group, dist.ProcessGroup):

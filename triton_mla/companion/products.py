@@ -105,7 +105,7 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk
         x: [T, K], fp16, bf16 or fp32; the last dimension is contiguous.
         gate_up: [E, 2 * I, K] of the same dtype, the gate's rows first.
         down: [E, K, I] of the same dtype.
-        topk_ids: [T, k] int32; a slot with an id outside of [0, E) counts as an expert that gives 0.
+        topk_ids: [T, k] int32; a slot with an id outside of [0, E) counts as an expert that gives 0, whatever its weight.
         topk_weights: [T, k] fp32.
 
     Returns:
@@ -133,7 +133,7 @@ def moe_experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, topk
 
 def _operand(name: str, value: object, like: torch.Tensor | None = None, dims: int | None = None) -> None:
     """Refuse what is no tensor of these dimensions, and of the dtype and device of ``like`` or such that a kernel takes."""
-    value = checks.as_stored(name, value)
+    value = checks.forward_only(name, checks.as_stored(name, value))
     if dims is not None and value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have {dims} dimensions")
     if like is None:
@@ -147,7 +147,7 @@ def _indices(name: str, value: object, like: torch.Tensor, dtype: torch.dtype, s
     if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.device != like.device:
         what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{name}={what} must be a tensor of {dtype} on {like.device}")
-    checks.shape(name, checks.strided(name, value), shape, why)
+    checks.shape(name, checks.forward_only(name, checks.strided(name, value)), shape, why)
     return value.contiguous()
 
 
@@ -197,7 +197,8 @@ def product_call(check: Check, a: Any, b: Any, bias: Any, out: Any) -> torch.Ten
     facts: tuple[Any, ...] = ()
     known = None
     try:
-        facts = (check, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg()) for t in (a, b, bias, out)])
+        facts = (check, checks.recording(), *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad)
+                                              for t in (a, b, bias, out)])
         known = _calls.get(facts)
     except (AttributeError, TypeError, RuntimeError):
         pass  # the checks say which argument it is
@@ -301,8 +302,8 @@ def _moe(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.
     y = _grouped(hidden, None, down, starts, None)
     constants = {"TOP_K": slots, "WIDTH": COMBINE_WIDTH, "EMULATE_BF16": INTERPRETED and x.dtype == torch.bfloat16}
     with on_device(x.device):
-        launch(add_slots_kernel, (x.dtype, slots, kind(K), weights.data_ptr() % 16), (T, -(-K // COMBINE_WIDTH)),
-               (y, places, weights, out, y.stride(0), out.stride(0), K), constants, {"num_warps": 2})
+        launch(add_slots_kernel, (x.dtype, slots, kind(K), ids.data_ptr() % 16, weights.data_ptr() % 16), (T, -(-K // COMBINE_WIDTH)),
+               (y, places, ids, weights, out, y.stride(0), out.stride(0), E, K), constants, {"num_warps": 2})
     return out
 
 

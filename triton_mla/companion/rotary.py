@@ -33,6 +33,7 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, i
     for name, angle in (("cos", cos), ("sin", sin)):
         floats(name, angle, device=x.device)
         checks.shape(name, angle, (tokens, P // 2), "one value for each token and pair of x")
+    checks.boolean("interleaved", interleaved)
     if torch.compiler.is_compiling():
         return torch.ops.triton_mla.rotary_embedding(x, cos, sin, interleaved)
     out = torch.empty((tokens, heads, P), dtype=x.dtype, device=x.device)
@@ -41,7 +42,7 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, i
         block = triton.next_power_of_2(P // 2)
         tile = max(1, min(triton.next_power_of_2(heads), 1024 // block))
         start(rotary_kernel, (tokens, triton.cdiv(heads, tile)), (x, cos, sin, out), (x.stride(0), x.stride(1), cos.stride(0), sin.stride(0), heads),
-              {"HALF": P // 2, "BLOCK": block, "HEADS": tile, "INTERLEAVED": bool(interleaved), "EMULATE_BF16": emulate_bf16(out)}, 4)
+              {"HALF": P // 2, "BLOCK": block, "HEADS": tile, "INTERLEAVED": interleaved, "EMULATE_BF16": emulate_bf16(out)}, 4)
     return out
 
 

@@ -32,7 +32,7 @@ def route_tokens(
         top_groups: groups that a token may choose from. With all of them, there is no choice of groups.
         correction_bias: [E], fp16, bf16 or fp32.
         normalize: divide weights by (their sum, in the order of slots, + 1e-20).
-        scaling_factor: multiplies the weights at the end.
+        scaling_factor: multiplies the weights at the end; finite in fp32.
 
     Returns:
         weights [T, top_k] fp32 and ids [T, top_k] int32, the best first.
@@ -57,8 +57,9 @@ def route_tokens(
         checks.shape("correction_bias", correction_bias, (num_experts,), "one value for each expert")
     if size < 2 and top_groups < num_groups and (scoring == "sigmoid" or correction_bias is not None):
         raise ValueError(f"num_groups={num_groups} must leave two experts a group, whose scores are added; it leaves {size}")
-    if isinstance(scaling_factor, bool) or not isinstance(scaling_factor, (int, float)):
-        raise ValueError(f"scaling_factor={scaling_factor!r} must be a number")
+    checks.boolean("normalize", normalize)
+    if isinstance(scaling_factor, bool) or not isinstance(scaling_factor, (int, float)) or not abs(scaling_factor) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scaling_factor={scaling_factor!r} must be a finite number of fp32")
     if torch.compiler.is_compiling():
         return torch.ops.triton_mla.route_tokens(logits, top_k, scoring, num_groups, top_groups, correction_bias, normalize, float(scaling_factor))
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -68,7 +69,7 @@ def route_tokens(
     start(route_kernel, (tokens, 1), (logits, bias, weights, ids), (logits.stride(0), float(scaling_factor)),
           {"NUM_EXPERTS": num_experts, "NUM_GROUPS": num_groups, "TOP_GROUPS": top_groups, "TOP_K": top_k,
            "GROUPS": triton.next_power_of_2(num_groups), "EXPERTS": triton.next_power_of_2(size), "SLOTS": triton.next_power_of_2(top_k),
-           "SIGMOID": scoring == "sigmoid", "WITH_BIAS": correction_bias is not None, "NORMALIZE": bool(normalize)}, 1)
+           "SIGMOID": scoring == "sigmoid", "WITH_BIAS": correction_bias is not None, "NORMALIZE": normalize}, 1)
     return weights, ids
 
 

@@ -96,7 +96,7 @@ def rms_norm(
     Args:
         x: [..., N], fp16, bf16 or fp32.
         weight: [N], fp16, bf16 or fp32; None is a weight of ones.
-        eps: added to the mean, 0 or more.
+        eps: added to the mean, 0 or more, finite in fp32.
         residual: like x. Then x + residual, rounded to the dtype, takes the place of x.
         tile: overrides the choice by the number of rows; it cannot change a bit.
 
@@ -112,8 +112,8 @@ def rms_norm(
         floats("weight", weight, device=x.device)
         checks.shape("weight", weight, (shape[-1],), "one factor for each column of x")
         weight = weight.contiguous()
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < float("inf"):
-        raise ValueError(f"eps={eps!r} must be a finite number of at least 0")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= torch.finfo(torch.float32).max:
+        raise ValueError(f"eps={eps!r} must be a finite number of fp32 of at least 0")
     if residual is not None:
         floats("residual", residual, device=x.device, dtypes=(x.dtype,))
         checks.shape("residual", residual, tuple(shape), "one value for each of x")
@@ -176,8 +176,9 @@ def mean(x: torch.Tensor, dim: int | Sequence[int] | None = None, keepdim: bool 
     """
     x = floats("x", x, min_dims=0)
     dims = _dims(x, dim)
+    checks.boolean("keepdim", keepdim)
     if torch.compiler.is_compiling():
-        return torch.ops.triton_mla.mean(x, dims, bool(keepdim))
+        return torch.ops.triton_mla.mean(x, dims, keepdim)
     kept = [i for i in range(x.dim()) if i not in dims]
     moved = x.permute([*kept, *dims])
     N = prod(x.shape[i] for i in dims)
@@ -213,8 +214,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def floats(
     name: str, value: object, *, min_dims: int = 1, device: torch.device | None = None, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> torch.Tensor:
-    """``value`` if it is a tensor of one of these dtypes; on ``device``, or without it where kernels run."""
-    value = checks.as_stored(name, value)
+    """``value`` if it is a tensor of one of these dtypes, of no lost gradient; on ``device``, or without it where kernels run."""
+    value = checks.forward_only(name, checks.as_stored(name, value))
     if value.dim() < min_dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have at least {min_dims} dimensions")
     if value.dtype not in dtypes:

@@ -59,15 +59,21 @@ def grouped_kernel(
         tl.store(out, round_to(acc, OUT.dtype.element_ty, EMULATE_BF16), mask=rows & cols)
 
 
-@triton.jit
-def add_slots_kernel(Y, PLACES, WEIGHTS, OUT, stride_y_row, stride_out_row, N, TOP_K: tl.constexpr, WIDTH: tl.constexpr, EMULATE_BF16: tl.constexpr):
-    """Grid (tokens, column tiles): OUT[t] = the sum over slots j, ascending, of WEIGHTS[t, j] * Y[PLACES[t, j]], each added by one fma; rounded once."""
+@triton.jit(do_not_specialize=["num_experts"])
+def add_slots_kernel(
+    Y, PLACES, IDS, WEIGHTS, OUT, stride_y_row, stride_out_row, num_experts, N, TOP_K: tl.constexpr, WIDTH: tl.constexpr, EMULATE_BF16: tl.constexpr
+):
+    """Grid (tokens, column tiles): OUT[t] = the sum over slots j, ascending, of WEIGHTS[t, j] * Y[PLACES[t, j]], each added by one fma; rounded once.
+
+    The weight of a slot whose IDS[t, j] is no expert counts as 0, as its row of Y is: not every weight times 0 is 0.
+    """
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), dtype=tl.float32)
     for slot in range(TOP_K):
         pair = token * TOP_K + slot
-        weight = tl.load(WEIGHTS + pair)
+        expert = tl.load(IDS + pair)
+        weight = tl.where((expert >= 0) & (expert < num_experts), tl.load(WEIGHTS + pair), 0.0)
         y = tl.load(Y + tl.load(PLACES + pair).to(tl.int64) * stride_y_row + col, mask=col < N, other=0.0).to(tl.float32)
         total = tl.fma(y, tl.zeros_like(y) + weight, total)
     tl.store(OUT + token * stride_out_row + col, round_to(total, OUT.dtype.element_ty, EMULATE_BF16), mask=col < N)

@@ -1,0 +1,75 @@
+"""The companion ops have no gradients: they refuse what would lose one, and run where none is recorded."""
+
+import pytest
+import torch
+
+from triton_mla import companion as C
+from triton_mla.mode import batch_invariant_mode
+from triton_mla.testing import assert_bitwise_equal
+
+
+def cases(device):
+    """op, its tensors by name, and its other arguments."""
+    def floats(*shape):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+    starts, ids = torch.tensor([0, 2, 4], dtype=torch.int32, device=device), torch.tensor([[0, 1]] * 4, dtype=torch.int32, device=device)
+    x = floats(4, 16)
+    return {
+        "matmul": (C.matmul, {"a": x, "b": floats(16, 16), "out": floats(4, 16)}, {}),
+        "linear": (C.linear, {"x": x, "weight": floats(16, 16), "bias": floats(16)}, {}),
+        "bmm": (C.bmm, {"a": floats(2, 4, 16), "b": floats(2, 16, 16)}, {}),
+        "grouped_linear": (C.grouped_linear, {"x": x, "weight": floats(2, 16, 16)}, {"group_starts": starts}),
+        "moe_experts": (C.moe_experts, {"x": x, "gate_up": floats(2, 32, 16), "down": floats(2, 16, 16), "topk_weights": floats(4, 2)}, {"topk_ids": ids}),
+        "rms_norm": (C.rms_norm, {"x": x, "weight": floats(16), "residual": floats(4, 16)}, {}),
+        "softmax": (C.softmax, {"x": x}, {}),
+        "log_softmax": (C.log_softmax, {"x": x}, {}),
+        "mean": (C.mean, {"x": x}, {}),
+        "silu_and_mul": (C.silu_and_mul, {"x": x}, {}),
+        "rotary_embedding": (C.rotary_embedding, {"x": floats(4, 2, 16), "cos": floats(4, 8), "sin": floats(4, 8)}, {"interleaved": True}),
+        "route_tokens": (C.route_tokens, {"logits": x, "correction_bias": floats(16)}, {"top_k": 2}),
+        "ordered_all_reduce": (C.ordered_all_reduce, {"x": x}, {}),
+    }
+
+
+@pytest.mark.parametrize("op", cases("cpu"))
+def test_a_lost_gradient_is_refused(device, op):
+    call, tensors, others = cases(device)[op]
+    for name, value in tensors.items():
+        value.requires_grad_()
+        for _ in range(2):  # a product remembers the arguments that it has checked
+            with pytest.raises(ValueError, match=f"^{name} requires grad"):
+                call(**tensors, **others)
+            if op != "ordered_all_reduce":  # of no process group
+                with torch.no_grad():
+                    call(**tensors, **others)
+                call(**{key: tensor.detach() for key, tensor in tensors.items()}, **others)
+        value.requires_grad_(False)
+
+
+def test_every_op_is_here():
+    assert set(cases("cpu")) == set(C.__all__)
+
+
+def test_the_modes_gradients_and_an_op_in_it(device):
+    """The mode calls the same ops below autograd, which has formulas of its own."""
+    x, w = torch.randn(4, 16, device=device), torch.randn(8, 16, device=device, requires_grad=True)
+    with batch_invariant_mode(strict=True):
+        for _ in range(2):
+            total = torch.nn.functional.linear(x, w)
+            with pytest.raises(ValueError, match="weight requires grad"):
+                C.linear(x, w)
+            with pytest.raises(ValueError, match="b requires grad"):
+                C.matmul(x, w.t())
+        total.sum().backward()
+    assert_bitwise_equal(total.detach(), C.linear(x, w.detach()))
+    torch.testing.assert_close(w.grad, x.sum(0).expand(8, -1))
+
+
+def test_operators_leave_it_to_autograd(device):
+    """In compiled code the forward pass runs, and the gradient is an error."""
+    x, w = torch.randn(4, 16, device=device), torch.randn(8, 16, device=device, requires_grad=True)
+    out = torch.compile(C.linear, backend="eager")(x, w)
+    assert_bitwise_equal(out.detach(), C.linear(x, w.detach()))
+    with pytest.raises(RuntimeError, match="autograd"):
+        out.sum().backward()
