@@ -141,10 +141,10 @@ def few_step(plan: AttentionPlan, strides: Strides, row_tiles: int, sizes: tuple
 
     page, slot = strides.kv_cache
     return Step(
-        hopper_few_kernel, (row_tiles, plan.num_splits), _FEW,
+        hopper_few_kernel, (row_tiles, plan.num_programs), _FEW,
         (*strides.q_nope, *strides.q_pe, page // slot, strides.block_table, *strides.out, *sizes, plan.order.kv_split, *wave),
         {"ROWS": plan.schedule.block_rows, "PAGE_SIZE": plan.page_size, "SEG": segment(plan.page_size), "DECODE": plan.decode, "WITH_LSE": with_lse,
-         "PDL": plan.schedule.pdl},
+         "MORE": plan.num_programs < plan.num_splits, "PDL": plan.schedule.pdl},
         {"num_warps": WARPS.value}, (cache_rows(plan, strides),))
 
 

@@ -18,6 +18,8 @@ MAX_QK_ROPE_HEAD_DIM = 64
 MAX_NUM_HEADS = 128
 # Programs of the scores kernel beyond which they walk several tiles each: most of a grid made for the longest possible context is empty.
 MAX_PROGRAMS_PER_SM = 16
+# The same of the form for few items, whose programs take a multiprocessor each: an empty one takes it for 0.6 us (H200).
+FEW_PROGRAMS_PER_SM = 8
 # Scratch memory of a call beyond which its row tiles are done in waves, one after another. The Hopper form has no waves and folds what finds no
 # room in twice as much: with the limit itself one of 64 requests of 131072 tokens was folded, and the others waited for it (5.1 ms, H200).
 MAX_WORKSPACE_BYTES = 1 << 30
@@ -70,7 +72,8 @@ class AttentionPlan:
         wave_row_tiles: row tiles that are done together, so that the scratch memory stays bounded.
         num_score_programs: programs that share the KV tiles of a row tile (two phases; in the Hopper form's for the weights).
         num_programs: programs of the Hopper form, which has no waves: ``wave_row_tiles`` have room for partials there, further ones are folded.
-            In two phases on Hopper: programs that share the KV tiles of a row tile for the scores.
+            In the form for few items: programs that share the splits of a row tile. In two phases on Hopper: those that share its KV tiles for
+            the scores.
         value_rows: rows of a program of the second phase on Hopper, a row tile or a part of one.
         workspace_bytes: scratch memory of a call, in bytes. Its contents need no initialisation.
     """
@@ -276,6 +279,8 @@ def plan_attention(
     else:
         row_tiles = _row_tiles(num_tokens, batch_size, num_heads, schedule.block_rows, decode)
         wave = _wave(row_tiles, tile_bytes, MAX_WORKSPACE_BYTES)
+        if schedule.form == "hopper_few":
+            programs = -(-num_splits // max(1, wave * num_splits // (FEW_PROGRAMS_PER_SM * num_sms)))
         if schedule.form == "hopper_two_phase":
             busy = wave if decode else min(wave, max(1, batch_size, -(-num_tokens * num_heads // schedule.block_rows)))
             programs, value_rows = min(num_tiles, max(1, num_sms // busy)), rows_of_values(schedule.block_rows, busy * num_splits, num_sms)

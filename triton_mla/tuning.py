@@ -179,8 +179,8 @@ class Schedule:
         _positive_int("num_stages", self.num_stages, "a positive int")
         if self.form == "hopper" and self.block_rows != 64:
             raise ValueError(f"block_rows={self.block_rows!r} must be 64 with form='hopper'")
-        if self.form == "hopper_few" and self.block_rows not in (16, 32):
-            raise ValueError(f"block_rows={self.block_rows!r} must be 16 or 32 with form='hopper_few'")
+        if self.form == "hopper_few" and self.block_rows != 16:
+            raise ValueError(f"block_rows={self.block_rows!r} must be 16 with form='hopper_few'")
         if self.form == "hopper_two_phase" and self.block_rows not in (16, 32, 64):
             raise ValueError(f"block_rows={self.block_rows!r} must be 16, 32 or 64 with form='hopper_two_phase'")
         if self.form != "hopper" and self.value_slices != 1:

@@ -31,7 +31,7 @@ HOPPER = ARCHITECTURES["sm_90"].hopper.many
 # most part used when a split is stored.
 SPILLS = (32, 48)
 SLICED_SPILLS = 20  # a warpgroup then has half the accumulators, or a quarter
-FEW = {rows: Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)}
+FEW = Schedule("hopper_few", 16, num_warps=8, pdl=True)
 TWO_PHASE = {rows: Schedule("hopper_two_phase", rows, num_warps=8, num_stages=2, pdl=True) for rows in (16, 32, 64)}
 
 
@@ -94,21 +94,26 @@ def _spills_between_products(body: str) -> list[str]:
     return [b for a, b, c in zip(lines, lines[1:], lines[2:], strict=False) if "HGMMA" in a and "HGMMA" in c and re.search(r"\bSTL\b", b)]
 
 
-@pytest.mark.parametrize("rows, num_heads, page_size, dtype, decode, with_lse, spills", [
-    (16, 128, 64, torch.bfloat16, True, False, 0), (32, 128, 64, torch.bfloat16, True, False, 0), (16, 128, 64, torch.bfloat16, True, True, 7),
-    (32, 64, 128, torch.float16, True, True, 16), (16, 16, 16, torch.float16, False, False, 3), (32, 100, 48, torch.bfloat16, False, True, 20),
+@pytest.mark.parametrize("longest", [8192, 131072])
+@pytest.mark.parametrize("num_heads, page_size, dtype, decode, with_lse, spills", [
+    (128, 64, torch.bfloat16, True, False, 0), (128, 64, torch.bfloat16, True, True, 7), (16, 16, torch.float16, False, False, 3),
+    (100, 48, torch.bfloat16, False, True, 20),
 ])
-def test_few_items(compiled: Any, rows: int, num_heads: int, page_size: int, dtype: torch.dtype, decode: bool, with_lse: bool, spills: int) -> None:
-    """``spills``: stores and loads of spilled registers in the loop over KV tiles, at most."""
-    kernel, combine = compiled(plan_of(num_heads, page_size, dtype, decode, schedule=FEW[rows]), with_lse)
+def test_few_items(
+    compiled: Any, num_heads: int, page_size: int, dtype: torch.dtype, decode: bool, with_lse: bool, spills: int, longest: int
+) -> None:
+    """``spills``: stores and loads of spilled registers in the loop over KV tiles, at most. With ``longest`` programs have several splits."""
+    plan = plan_of(num_heads, page_size, dtype, decode, schedule=FEW, max_seq_len=longest)
+    assert (plan.num_programs < plan.num_splits) == (longest > 8192)
+    kernel, combine = compiled(plan, with_lse)
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared_memory
     assert "mma.sync.aligned.m16n8k16" in ptx and "cp.async.bulk.tensor" in ptx
     assert not re.search(r"\b(?:atom|red)\.", ptx + combine.asm["ptx"])
     assert not read_before_written(aot.machine_code(kernel))
     loop = min((body for body in aot.loops(kernel) if "HMMA" in body), key=len)
-    # of each 16 rows and 64 tokens: 36 products for the scores, 32 with the values, 4 for the row sums; with lse those of rests
-    assert loop.count("HMMA") == (72 + 4 * with_lse if rows == 16 else 140 + 4 * with_lse)
+    # of 64 tokens: 36 products for the scores, 32 with the values, 4 for the row sums; with lse those of rests
+    assert loop.count("HMMA") == 72 + 4 * with_lse
     assert len(re.findall(r"\b(?:STL|LDL)\b", loop)) <= spills
     assert loop.count("BAR.SYNC") <= 4
 
@@ -146,7 +151,7 @@ def test_two_phases(
     assert aot.machine_code(values).count("HGMMA") == 2 * products  # and once more for slots with a rescale
 
 
-@pytest.mark.parametrize("schedule", [HOPPER, replace(HOPPER, value_slices=4), *FEW.values(), *TWO_PHASE.values()],
+@pytest.mark.parametrize("schedule", [HOPPER, replace(HOPPER, value_slices=4), FEW, *TWO_PHASE.values()],
                          ids=lambda schedule: f"{schedule.form}-{schedule.block_rows}-{schedule.value_slices}")
 def test_sizes_that_it_serves(schedule: Schedule) -> None:
     plan = plan_of(schedule=schedule)
@@ -179,16 +184,20 @@ def test_what_the_table_takes(page_size: int, form: str) -> None:
     assert plan.workspace_bytes >= plan.portable().workspace_bytes
 
 
-@pytest.mark.parametrize("rows", FEW)
-def test_few_items_are_planned_as_one_pass(rows: int) -> None:
-    """What another form serves in its place has the same grid and the same scratch memory."""
-    plan = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=131072, schedule=FEW[rows])
-    portable = plan_of(num_tokens=500, batch_size=20, decode=False, max_seq_len=131072, schedule=replace(FEW[rows], form="one_pass"))
-    assert plan.portable() == portable == replace(plan, schedule=portable.schedule)
+def test_few_items_are_planned_as_one_pass() -> None:
+    """What another form serves in its place has the same waves and the same scratch memory. Its own programs are a few for each multiprocessor."""
+    facts = {"num_tokens": 500, "batch_size": 20, "decode": False, "max_seq_len": 131072}
+    plan, portable = plan_of(**facts, schedule=FEW), plan_of(**facts, schedule=replace(FEW, form="one_pass"))
+    assert plan.portable() == portable == replace(plan, schedule=portable.schedule, num_programs=0)
     assert plan.workspace_bytes == portable.workspace_bytes
     steps, others = (attention_steps(p, strides_of(p), p.max_seq_len, True) for p in (plan, portable))
-    assert [step.grid for step in steps] == [step.grid for step in others]
+    assert [step.grid for step in steps[1::2]] == [step.grid for step in others[1::2]]
     assert [step.kernel for step in steps[1::2]] == [step.kernel for step in others[1::2]]
+    assert [step.grid[0] for step in steps[::2]] == [step.grid[0] for step in others[::2]]
+    assert {step.grid[1] for step in others[::2]} == {128} and {step.grid[1] for step in steps[::2]} == {plan.num_programs}
+    assert 8 * 132 <= plan.wave_row_tiles * plan.num_programs < 16 * 132
+    assert [step.integers[-3:] for step in steps[::2]] == [step.integers[-3:] for step in others[::2]]
+    assert plan_of(num_tokens=16, batch_size=16, max_seq_len=3000, num_heads=16, schedule=FEW).num_programs == 3
 
 
 @pytest.mark.parametrize("rows", TWO_PHASE)

@@ -14,7 +14,7 @@ from triton_mla.tuning import ARCHITECTURES, Schedule, arch_of
 pytestmark = pytest.mark.gpu
 MANY = ARCHITECTURES["sm_90"].hopper.many
 SLICED = [replace(MANY, value_slices=slices) for slices in (2, 4)]
-FEW = [Schedule("hopper_few", rows, num_warps=8, pdl=True) for rows in (16, 32)]
+FEW = [Schedule("hopper_few", 16, num_warps=8, pdl=True)]
 FEW += [Schedule("hopper_two_phase", rows, num_warps=8, num_stages=2, pdl=True) for rows in (16, 32, 64)]
 # Tiles of a split from none to all of a ring of three and more; empty rows; splits that end within a tile.
 LENS = [1, 0, 63, 64, 65, 127, 128, 129, 192, 193, 257, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4100, 33, 700, 3000]
@@ -85,6 +85,13 @@ def test_heads(mla16, prepared, form_and_times, num_heads):
     form, times = form_and_times
     both(mla16, prepared, form, "decode", mla16.batch(requests(times), num_heads=num_heads))
     both(mla16, prepared, form, "extend", mla16.batch(extends(times), num_heads=num_heads))
+
+
+@pytest.mark.parametrize("num_heads", [16, 40])
+def test_many_requests(mla16, prepared, num_heads):
+    """More than the 256 that a warp looks at together, and several items for each program."""
+    both(mla16, prepared, FEW[0], "decode", mla16.batch(requests(16), num_heads=num_heads))
+    both(mla16, prepared, FEW[0], "extend", mla16.batch(extends(24), num_heads=num_heads))
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128])

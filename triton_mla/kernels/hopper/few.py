@@ -1,8 +1,8 @@
-"""Decode and extend for few work items on Hopper: 512 latent and 64 rope columns, 16 bits, row tiles of 16 or 32. The bits are those of
+"""Decode and extend for few work items on Hopper: 512 latent and 64 rope columns, 16 bits, row tiles of 16. The bits are those of
 kernels/one_pass.py.
 
-A program is one split of one row tile: eight warps that compute, by mma.sync, and one that issues all copies (few_copies.py). Q lies in
-registers as left operands, 144 a thread. K tiles of 64 tokens pass through a ring of three, 216 KB of shared memory; a tile is K in one step
+A program is one row tile and every so manieth of its splits: eight warps that compute, by mma.sync, and one that issues all copies, across splits
+(few_copies.py). Q lies in registers as left operands, 144 a thread. K tiles of 64 tokens pass through a ring of three, 216 KB of shared memory; a tile is K in one step
 and V in the next. The step of tile i is
 
     scores of tile i + 1, latent columns 0 to 255, beside P V of tile i: a score is one chain of products, whose gaps those of P V fill
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from .copies import SHARED
 from .decode_relay import rescale, weights_of
 from .decode_rows import no_nan
-from .few_copies import BLOCKS, TILES, producer
+from .few_copies import BLOCKS, TILES, next_slot, producer
 from .few_rows import locate_tile, store_split, tile_rows, visible_tokens
 
 WARPS = gl.constexpr(8)  # that compute
@@ -89,62 +89,81 @@ def sum_weights(p, buffers, totals, rests, alpha, WITH_LSE: gl.constexpr):
 
 
 @gluon.jit
-def consumer(query, rows, batch, split, scale, ring, buffers, ROWS: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr):
+def attend_split(q, split, visible, ahead, phase, rows, batch, scale, ring, buffers, tile, ROWS: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr):
+    """(slot of the tile after the split's last, which filling of it to wait for), of those of its first one."""
     k, full, empty = ring
     num_heads, kv_split = batch[5], rows[5]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [ROWS // 16, WARPS // (ROWS // 16)], [16, 8])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    tile = locate_tile(batch, ROWS, DECODE, WARPS)
     first = split * kv_split
-    end = gl.minimum(first + kv_split, visible_tokens(tile, num_heads, ROWS))
-    if (first < end) | (split == 0):  # the first split stores an empty row too
-        ref = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-        totals = gl.zeros([ROWS, 8], gl.float32, ACC)
-        rests = totals
-        acc = ()
-        for _j in gl.static_range(8):
-            acc = acc + (gl.zeros([ROWS, 64], gl.float32, ACC),)
-        if first < end:
-            q = q_operands(query, tile, num_heads, k, ROWS, LEFT)
-            fence_async_shared()
-            mbarrier.arrive(empty.index(TILES - 1), count=1)
-            seen = gl.full([ROWS], end, gl.int32, ROW) if DECODE else tile_rows(tile, num_heads, ROWS, ROW)[2]
-            mbarrier.wait(full.index(0), 0)
-            s = gl.zeros([ROWS, 64], gl.float32, ACC)
-            for j in gl.static_range(BLOCKS):
-                s = mma_v2(q[j], k.index(j).permute((1, 0)).load(RIGHT), s)
-            ref, alpha = weigh(s, ref, first, seen, scale, buffers, ROWS, WITH_LSE)
+    end = gl.minimum(first + kv_split, visible)
+    ref = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    totals = gl.zeros([ROWS, 8], gl.float32, ACC)
+    rests = totals
+    acc = ()
+    for _j in gl.static_range(8):
+        acc = acc + (gl.zeros([ROWS, 64], gl.float32, ACC),)
+    if first < end:
+        seen = gl.full([ROWS], end, gl.int32, ROW) if DECODE else tile_rows(tile, num_heads, ROWS, ROW)[2]
+        mbarrier.wait(full.index(ahead), phase)
+        s = gl.zeros([ROWS, 64], gl.float32, ACC)
+        for j in gl.static_range(BLOCKS):
+            s = mma_v2(q[j], k.index(ahead * BLOCKS + j).permute((1, 0)).load(RIGHT), s)
+        ref, alpha = weigh(s, ref, first, seen, scale, buffers, ROWS, WITH_LSE)
+        slot = ahead  # of tile i
+        ahead, phase = next_slot(ahead, phase, 0)
 
-            slot, ahead, phase = 0, 1, 0  # slots of tiles i and i + 1, and which filling of the latter to wait for
-            for pos in range(first + 64, end, 64):  # of tile i + 1
-                mbarrier.wait(full.index(ahead), phase)
-                p = buffers[0].load(LEFT)
-                s = gl.zeros([ROWS, 64], gl.float32, ACC)
-                done = ()
-                for j in gl.static_range(4):
-                    s = mma_v2(q[j], k.index(ahead * BLOCKS + j).permute((1, 0)).load(RIGHT), s)
-                    for v in gl.static_range(2 * j, 2 * j + 2):
-                        done = done + (mma_v2(p, k.index(slot * BLOCKS + v).load(RIGHT), rescale(acc[v], alpha)),)
-                acc = done
-                totals, rests = sum_weights(p, buffers, totals, rests, alpha, WITH_LSE)
-                mbarrier.arrive(empty.index(slot), count=1)
-                for j in gl.static_range(4, BLOCKS):
-                    s = mma_v2(q[j], k.index(ahead * BLOCKS + j).permute((1, 0)).load(RIGHT), s)
-                ref, alpha = weigh(s, ref, pos, seen, scale, buffers, ROWS, WITH_LSE)
-                slot = ahead
-                ahead = gl.where(ahead == TILES - 1, 0, ahead + 1)
-                phase = gl.where(ahead == 0, phase ^ 1, phase)
-
+        for pos in range(first + 64, end, 64):  # of tile i + 1
+            mbarrier.wait(full.index(ahead), phase)
             p = buffers[0].load(LEFT)
-            totals, rests = sum_weights(p, buffers, totals, rests, alpha, WITH_LSE)
+            s = gl.zeros([ROWS, 64], gl.float32, ACC)
             done = ()
-            for v in gl.static_range(8):
-                done = done + (mma_v2(p, k.index(slot * BLOCKS + v).load(RIGHT), rescale(acc[v], alpha)),)
+            for j in gl.static_range(4):
+                s = mma_v2(q[j], k.index(ahead * BLOCKS + j).permute((1, 0)).load(RIGHT), s)
+                for v in gl.static_range(2 * j, 2 * j + 2):
+                    done = done + (mma_v2(p, k.index(slot * BLOCKS + v).load(RIGHT), rescale(acc[v], alpha)),)
             acc = done
-        tile = locate_tile(batch, ROWS, DECODE, WARPS)  # again: the loop has no registers to keep it in
-        store_split(ref, gl.max(totals, 1), gl.max(rests, 1), acc, tile, split, gl.program_id(0), 0, rows, num_heads, ROWS, WITH_LSE)
+            totals, rests = sum_weights(p, buffers, totals, rests, alpha, WITH_LSE)
+            mbarrier.arrive(empty.index(slot), count=1)
+            for j in gl.static_range(4, BLOCKS):
+                s = mma_v2(q[j], k.index(ahead * BLOCKS + j).permute((1, 0)).load(RIGHT), s)
+            ref, alpha = weigh(s, ref, pos, seen, scale, buffers, ROWS, WITH_LSE)
+            slot = ahead
+            ahead, phase = next_slot(ahead, phase, 0)
+
+        p = buffers[0].load(LEFT)
+        totals, rests = sum_weights(p, buffers, totals, rests, alpha, WITH_LSE)
+        done = ()
+        for v in gl.static_range(8):
+            done = done + (mma_v2(p, k.index(slot * BLOCKS + v).load(RIGHT), rescale(acc[v], alpha)),)
+        acc = done
+        mbarrier.arrive(empty.index(slot), count=1)
+    tile = locate_tile(batch, ROWS, DECODE, WARPS)  # again: the loop has no registers to keep it in
+    store_split(ref, gl.max(totals, 1), gl.max(rests, 1), acc, tile, split, gl.program_id(0), 0, rows, num_heads, ROWS, WITH_LSE)
+    return ahead, phase
+
+
+@gluon.jit
+def consumer(query, rows, batch, scale, ring, buffers, ROWS: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr, MORE: gl.constexpr):
+    k, full, empty = ring
+    num_heads, kv_split = batch[5], rows[5]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8]), 2)
+    tile = locate_tile(batch, ROWS, DECODE, WARPS)
+    visible = visible_tokens(tile, num_heads, ROWS)
+    split = gl.program_id(1)
+    if (split * kv_split < visible) | (split == 0):  # the first split stores an empty row too
+        q = q_operands(query, tile, num_heads, k, ROWS, LEFT)
+        fence_async_shared()
+        mbarrier.arrive(empty.index(TILES - 1), count=1)
+        ahead, phase = gl.to_tensor(0), gl.to_tensor(0)
+        if MORE:
+            while (split * kv_split < visible) | (split == 0):
+                ahead, phase = attend_split(q, split, visible, ahead, phase, rows, batch, scale, ring, buffers, tile, ROWS, DECODE, WITH_LSE)
+                split += gl.num_programs(1)
+        else:
+            attend_split(q, split, visible, ahead, phase, rows, batch, scale, ring, buffers, tile, ROWS, DECODE, WITH_LSE)
 
 
 @gluon.jit(
@@ -156,9 +175,9 @@ def hopper_few_kernel(
     kv_desc, Q_NOPE, Q_PE, BLOCK_TABLE, CU_SEQLENS_Q, SEQ_LENS, OUT, LSE, PARTIALS, scale_log2,
     stride_qn_token, stride_qn_head, stride_qp_token, stride_qp_head, page_rows, stride_table, stride_out_token, stride_out_head,
     num_tokens, batch_size, num_heads, max_seq_len, kv_split, first_row_tile, num_splits, num_rows,
-    ROWS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr, PDL: gl.constexpr,
+    ROWS: gl.constexpr, PAGE_SIZE: gl.constexpr, SEG: gl.constexpr, DECODE: gl.constexpr, WITH_LSE: gl.constexpr, MORE: gl.constexpr, PDL: gl.constexpr,
 ):
-    """Grid (row tiles of a wave, splits), as of one_pass_kernel. ``page_rows``: rows from a page to the next."""
+    """Grid (row tiles of a wave, programs for their splits; with MORE fewer than splits). ``page_rows``: rows from a page to the next."""
     if PDL:
         gdc_launch_dependents()
     DTYPE: gl.constexpr = kv_desc.dtype
@@ -174,11 +193,10 @@ def hopper_few_kernel(
         mbarrier.init(ring[1].index(i), count=1)
         mbarrier.init(ring[2].index(i), count=1)
     fence_async_shared()
-    split = gl.program_id(1)
     batch = (first_row_tile + gl.program_id(0), CU_SEQLENS_Q, SEQ_LENS, num_tokens, batch_size, num_heads, max_seq_len)
     query = (Q_NOPE, Q_PE, stride_qn_token, stride_qn_head, stride_qp_token, stride_qp_head)
     rows = (OUT, LSE, PARTIALS, stride_out_token, stride_out_head, kv_split, num_splits, num_rows)
     gl.warp_specialize([
-        (consumer, (query, rows, batch, split, scale_log2, ring, buffers, ROWS, DECODE, WITH_LSE)),
-        (producer, (kv_desc, BLOCK_TABLE, batch, split, kv_split, page_rows, stride_table, ring, ROWS, PAGE_SIZE, SEG, DECODE)),
+        (consumer, (query, rows, batch, scale_log2, ring, buffers, ROWS, DECODE, WITH_LSE, MORE)),
+        (producer, (kv_desc, BLOCK_TABLE, batch, kv_split, page_rows, stride_table, ring, ROWS, PAGE_SIZE, SEG, DECODE, MORE)),
     ], [1], [24])
