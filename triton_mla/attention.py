@@ -46,7 +46,7 @@ def write_kv_cache(
     P = k_pe.shape[1]
     num_pages, page_size, width = cache.shape
     checks.row_widths(R, P)
-    checks.page_size(cache)
+    checks.paged_cache(cache)
     checks.no_overlap("kv_cache", cache)
     checks.shape("k_pe", k_pe, (num_tokens, P), "one row for each row of kv_c")
     checks.shape("slot_mapping", slots, (num_tokens,), "one slot for each row of kv_c")

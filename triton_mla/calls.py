@@ -180,7 +180,6 @@ def _check(given: Given) -> Checked:
     checks.float_dtype("kv_cache", cache)
     device, dtype, R = cache.device, cache.dtype, given.kv_lora_rank
     P = checks.latent_dims(R, cache.shape[2])
-    checks.page_size(cache)
     checks.paged_cache(cache)
     q_nope, q_pe = _split_query(given.q, R, P, dtype, device)
     num_tokens, num_heads, _ = q_nope.shape

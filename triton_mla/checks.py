@@ -107,14 +107,12 @@ def heads(num_heads: int) -> None:
         raise ValueError(f"q has {num_heads} heads; they must be from 1 to {MAX_NUM_HEADS}")
 
 
-def page_size(cache: torch.Tensor) -> None:
-    """Of a cache that is written or read: what cannot be read is not written either."""
-    paged_cache(cache)
-    _reworded(f"kv_cache has pages of {cache.shape[1]} tokens; they", check_page_size, cache.shape[1])
-
-
 def paged_cache(cache: torch.Tensor) -> None:
-    """Offsets within a page are 32 bits, in the innermost loop; those of pages are 64."""
+    """Of a cache that is written or read: what cannot be read is not written either.
+
+    Offsets within a page are 32 bits, in the innermost loop; those of pages are 64.
+    """
+    _reworded(f"kv_cache has pages of {cache.shape[1]} tokens; they", check_page_size, cache.shape[1])
     if (cache.shape[1] - 1) * cache.stride(1) + cache.shape[2] > 2**31:
         raise ValueError(f"kv_cache has strides {cache.stride()}; a page of {cache.shape[1]} slots must lie within 2**31 elements")
 

@@ -145,7 +145,6 @@ def mla_prefill_paged(
     num_pages, page_size, width = cache.shape
     P = checks.latent_dims(kv_lora_rank, width)
     check_head_dims(qk_nope_head_dim, P, v_head_dim)
-    checks.page_size(cache)
     checks.paged_cache(cache)
     q = checks.tensor("q", q, dims=3, dtype=dtype, device=device)
     num_tokens, num_heads, _ = q.shape
