@@ -89,7 +89,7 @@ class MLAAttention(torch.nn.Module):
             q: [T, H, nope + P], the rope part already rotated. T: the plan's tokens, padding included.
             kv_c: [T, R], after its norm; k_pe: [T, P], rotated. kv_cache: [num_blocks, block_size, R + P], written in place.
             plan: of `StepPlan`, whose tensors are on the cache's device.
-            out: preallocated [T, H, V].
+            out: preallocated [T, H, V], which shares no memory with the others.
 
         Returns:
             [T, H * V] of q's dtype; 0 for padding.
@@ -109,11 +109,13 @@ class MLAAttention(torch.nn.Module):
         for name, value, width in (("kv_c", kv_c, dims.kv_lora_rank), ("k_pe", k_pe, dims.qk_rope_head_dim)):
             checks.shape(name, checks.tensor(name, value, dims=2), (plan.num_tokens, width), "one row for each of the plan's tokens")
         shape = (plan.num_tokens, dims.num_heads, dims.v_head_dim)
+        checks.apart({"kv_cache": cache}, {"q": q, "w_kv_b": self.w_kv_b})
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=device)
         else:
             checks.shape("out", checks.tensor("out", out, dims=3, dtype=dtype, device=device), shape, "a value vector for each head of the plan's tokens")
             checks.no_overlap("out", out)
+            checks.apart({"out": out}, {"q": q, "kv_c": kv_c, "k_pe": k_pe, "kv_cache": cache, "w_kv_b": self.w_kv_b, **plan.tensors()})
         self._check_plan(plan, cache)
         write_kv_cache(kv_c, k_pe, cache, plan.slot_mapping)
         if plan.padded:  # after the write, which refuses bad arguments of its own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import index
 
 import torch
@@ -52,6 +52,12 @@ class StepPlan:
     absorbed: Rows | None
     padded: bool = False
     paths: PathRule | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Each by the name of it that a message of ``plan`` has."""
+        parts = {"plan": self, "plan.mha": self.mha, "plan.absorbed": self.absorbed}
+        named = {f"{name}.{f.name}": getattr(part, f.name) for name, part in parts.items() if part is not None for f in fields(part)}
+        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
     @classmethod
     def from_layout(cls, layout: BatchLayout, *, paths: PathRule, device: torch.device | str) -> StepPlan:

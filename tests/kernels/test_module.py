@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu import no_host_synchronisation
+from memory import at_one_address
 
 from triton_mla import BatchLayout, MLADims, Settings, resolve
 from triton_mla.module import MLAAttention
@@ -298,6 +299,27 @@ def test_bad_input_writes_nothing(mla):
     with pytest.raises(ValueError, match="plan.paths is the rule"):
         layer.module(layer.q[:5], layer.kv[:5, :rank], layer.kv[:5, rank:], layer.cache, prompt)
     assert_bitwise_equal(layer.cache, before, allow_nan=True)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["absorbed", "mha"])
+def test_shared_memory_writes_nothing(mla, rule):
+    layer = Layer(mla, REQUESTS, rule)
+    rank = layer.dims.kv_lora_rank
+    plan = layer.module.plan(layer.layout)
+    out = layer.q.new_full((len(layer.q), layer.dims.num_heads, layer.dims.v_head_dim), 7.0)
+    good = {"q": layer.q, "kv_c": layer.kv[:, :rank].contiguous(), "k_pe": layer.kv[:, rank:].contiguous(), "kv_cache": layer.cache, "plan": plan, "out": out}
+    for name, other in [("out", "q"), ("out", "kv_c"), ("out", "k_pe"), ("out", "kv_cache"), ("kv_cache", "q"), ("kv_cache", "kv_c"), ("kv_cache", "k_pe")]:
+        written, read = at_one_address(good[name], good[other])
+        before = written.clone()
+        with pytest.raises(ValueError, match=f"{name} has shape .* must not share memory with {other}, since"):
+            layer.module(**{**good, name: written, other: read})
+        assert_bitwise_equal(written, before, allow_nan=True)
+    shared, slots = at_one_address(out, plan.slot_mapping)
+    with pytest.raises(ValueError, match=r"out has shape .* must not share memory with plan\.slot_mapping"):
+        layer.module(**{**good, "out": shared, "plan": replace(plan, slot_mapping=slots)})
+    shared, lens = at_one_address(out, plan.absorbed.seq_lens)
+    with pytest.raises(ValueError, match=r"out has shape .* must not share memory with plan\.absorbed\.seq_lens"):
+        layer.module(**{**good, "out": shared, "plan": replace(plan, absorbed=replace(plan.absorbed, seq_lens=lens))})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["absorbed", "mha"])
