@@ -36,7 +36,7 @@ class MLAAttention(torch.nn.Module):
         """paths: which form each token takes; by default the absorbed form for all. order: of the absorbed form; prefill_order: of the mha
         form. chunk_tokens: of `mla_prefill_paged`; it bounds memory and changes no bit.
 
-        Raises ValueError: the weight has another shape than dims say, no kernel serves the dims, or an option is wrong.
+        Raises ValueError: the weight has another shape than dims say or is not dense fp16, bf16 or fp32, no kernel serves the dims, or an option is wrong.
         """
         super().__init__()
         paths = PathRule() if paths is None else paths
@@ -49,9 +49,8 @@ class MLAAttention(torch.nn.Module):
         if paths.prompt == MHA:
             check_head_dims(dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
         expected = (dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim), dims.kv_lora_rank)
-        if not isinstance(w_kv_b, torch.Tensor) or tuple(w_kv_b.shape) != expected:
-            what = f"shape {tuple(w_kv_b.shape)}" if isinstance(w_kv_b, torch.Tensor) else f"type {type(w_kv_b).__name__}"
-            raise ValueError(f"w_kv_b has {what}; it must be a tensor of {expected}: num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank")
+        checks.shape("w_kv_b", checks.as_stored("w_kv_b", w_kv_b), expected, "num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank")
+        checks.float_dtype("w_kv_b", w_kv_b)
         if w_kv_b.stride(1) != 1:
             raise ValueError(f"w_kv_b has strides {w_kv_b.stride()}; its last dimension must be contiguous")
         self.dims = dims

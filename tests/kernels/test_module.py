@@ -231,7 +231,7 @@ def test_roles_are_needed_for_the_mha_form(mla):
     ("dims", "shape", "paths", "word"),
     [
         (MLADims(2, 64, 16, 32, 48), (161, 64), None, "w_kv_b has shape"),
-        (MLADims(2, 64, 16, 32, 48), None, None, "w_kv_b has type"),
+        (MLADims(2, 64, 16, 32, 48), None, None, "w_kv_b=None must be a torch.Tensor"),
         (MLADims(2, 60, 16, 32, 48), (160, 60), None, "kv_lora_rank=60"),
         (MLADims(2, 64, 16, 32, 40), (144, 64), PathRule(MHA), "v_head_dim=40"),
         (None, (160, 64), None, "dims=None"),
@@ -254,6 +254,23 @@ def test_bad_options(rule, option, value):
 def test_bad_weight_strides(weight):
     with pytest.raises(ValueError, match="w_kv_b has strides"):
         MLAAttention(MLADims(2, 64, 16, 32, 48), weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "word"),
+    [
+        (torch.Tensor.to_sparse, "w_kv_b has layout torch.sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "w_kv_b has layout torch.sparse_csr"),
+        (lambda w: torch.nested.nested_tensor([w]), "w_kv_b is nested"),
+        (torch.Tensor.char, "w_kv_b has dtype torch.int8; it must be one of torch.float16"),
+        (torch.Tensor.double, "w_kv_b has dtype torch.float64"),
+    ],
+    ids=["sparse", "csr", "nested", "integer", "double"],
+)
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta) (stage|state)")
+def test_bad_weight_kinds(weight, word):
+    with pytest.raises(ValueError, match=word):
+        MLAAttention(MLADims(2, 64, 16, 32, 48), weight(torch.zeros(160, 64)))
 
 
 def test_no_selection():
