@@ -383,7 +383,16 @@ def test_bad_plans(changes, word):
         StepPlan.from_lengths(**{**good, "paths": RULES[1], **changes})
 
 
-@pytest.mark.parametrize(("changes", "word"), [({"paths": None}, "paths=None"), ({"device": "nowhere"}, "device='nowhere'"), ({"device": 3.5}, "device=3.5")])
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"paths": None}, "paths=None"),
+        ({"device": "nowhere"}, "device='nowhere'"),
+        ({"device": 3.5}, "device=3.5"),
+        ({"device": "meta"}, "device=meta must be the cpu or one of torch's . cuda devices"),
+        ({"device": "cuda:99"}, "device=cuda:99 must be the cpu or one of torch's . cuda devices"),
+    ],
+)
 def test_bad_plans_of_layouts(changes, word):
     with pytest.raises(ValueError, match=word):
         StepPlan.from_layout(BatchLayout([2], [5], [[0]], 16, [5]), **{"paths": RULES[1], "device": "cpu", **changes})
@@ -393,3 +402,23 @@ def test_bad_plans_of_layouts(changes, word):
 def test_bad_plans_of_decode_rows(lens, word):
     with pytest.raises(ValueError, match=word):
         StepPlan.decode(torch.zeros(3, 4, dtype=torch.int32), lens, torch.zeros(3, dtype=torch.int64), page_size=16)
+
+
+@pytest.mark.parametrize(
+    ("slots", "word"),
+    [
+        (None, "slot_mapping=None must be a torch.Tensor"),
+        ([0, 1, 2], "slot_mapping=.0, 1, 2. must be a torch.Tensor"),
+        (torch.tensor(0), "slot_mapping has shape ..; it must have 1 dimensions"),
+        (torch.zeros(2, dtype=torch.int64), "block_table has shape .3, 4.; it must have a row for each of the 2 requests"),
+    ],
+)
+def test_bad_slots_of_decode_rows(slots, word):
+    with pytest.raises(ValueError, match=word):
+        StepPlan.decode(torch.zeros(3, 4, dtype=torch.int32), torch.ones(3, dtype=torch.int32), slots, page_size=16)
+
+
+def test_a_plan_for_cuda_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device=cuda must be the cpu or one of torch's 0 cuda devices"):
+        StepPlan.from_layout(BatchLayout([2], [5], [[0]], 16, [5]), paths=RULES[1], device="cuda")
