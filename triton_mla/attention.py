@@ -27,7 +27,7 @@ def write_kv_cache(
 
     Args:
         kv_c: [T, R] compressed KV after its norm; k_pe: [T, P] rotated rope key. Same dtype as the cache.
-        kv_cache: [num_blocks, block_size, R + P], any strides with a contiguous last dimension.
+        kv_cache: [num_blocks, block_size, R + P], any strides with a contiguous last dimension, in memory of its own.
         slot_mapping: [T] int64, page id * block_size + offset; -1 skips the token. Slots must be distinct.
             A wrong slot is refused on the CPU; on a GPU, where the host cannot see it, one past the pool is not written, and one
             given twice holds a mixture.
@@ -46,7 +46,7 @@ def write_kv_cache(
     P = k_pe.shape[1]
     num_pages, page_size, width = cache.shape
     checks.row_widths(R, P)
-    checks.page_size(cache)
+    checks.paged_cache(cache)
     checks.no_overlap("kv_cache", cache)
     checks.shape("k_pe", k_pe, (num_tokens, P), "one row for each row of kv_c")
     checks.shape("slot_mapping", slots, (num_tokens,), "one slot for each row of kv_c")
@@ -59,6 +59,7 @@ def write_kv_cache(
         raise ValueError(f"slot_mapping has slots from {int(slots.min())} to {int(slots.max())}; they must be from -1 (skip) to {num_pages * page_size - 1}")
     if slots.device.type == "cpu" and (written := slots[slots >= 0]).numel() != written.unique().numel():
         raise ValueError(f"slot_mapping={slots.tolist()} must not name a slot twice")
+    checks.apart({"kv_cache": cache}, {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slots})
     strides = (kv_c.stride(0), k_pe.stride(0), cache.stride(0), cache.stride(1))
     key = (cache.dtype, R, P, strides, kv_c.data_ptr() % 16, k_pe.data_ptr() % 16, cache.data_ptr() % 16)
     with on_device(cache.device):
@@ -83,7 +84,8 @@ def mla_decode(
         seq_lens: [B] int32 tokens of each request, the new one included. 0: out is 0 and lse -inf.
         softmax_scale: required; of the model, e.g. 192 ** -0.5 times the square of its YaRN mscale.
         kv_lora_rank: R.
-        out: preallocated [B, H, R] of q's dtype; lse: preallocated [B, H] fp32, with ``return_lse=True``.
+        out: preallocated [B, H, R] of q's dtype; lse: preallocated [B, H] fp32, with ``return_lse=True``. Neither they nor the workspace may
+            share memory with another argument; columns, heads or layers of one buffer share none.
         plan: of `plan_attention` for these shapes, reusable for every layer and step whose lengths it covers; workspace: uint8 tensor
             of at least ``plan.workspace_bytes``, used by one stream at a time. With plan, workspace, out and lse nothing is allocated.
         order: `ReductionOrder`; the plan's, else the default.

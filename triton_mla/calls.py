@@ -35,6 +35,14 @@ class Given(NamedTuple):
     workspace: Any
     lse: Any
 
+    def written(self) -> dict[str, torch.Tensor | None]:
+        """What the caller gave to write to; a call's own tensors share no memory."""
+        return {"out": self.out, "lse": self.lse, "workspace": self.workspace}
+
+    def read(self) -> dict[str, torch.Tensor | None]:
+        q = {"q": self.q} if isinstance(self.q, torch.Tensor) else {"q[0]": self.q[0], "q[1]": self.q[1]}
+        return {**q, "kv_cache": self.kv_cache, "block_table": self.block_table, "cu_seqlens_q": self.cu_seqlens_q, "seq_lens": self.seq_lens}
+
     def facts(self) -> tuple[Any, ...]:
         """All that the checks look at, but for values in memory. Where an argument is of a wrong type they are not hashable, or this is an
         AttributeError, or a RuntimeError of torch."""
@@ -66,6 +74,7 @@ class Call(NamedTuple):
     workspace_bytes: int
     rope_bytes: int  # from q_nope to q_pe where q is one tensor
     scores_bytes: int  # from the partials to the scores
+    spans: tuple[tuple[int, int, int, int], ...]  # `_spans`
     held: tuple[Any, Any]  # the plan and the order given: their ids are among the facts
 
 
@@ -117,12 +126,27 @@ def _run_ready(call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor, w
     else:
         q_nope, q_pe = q[0].data_ptr(), q[1].data_ptr()
     kv_cache, seq_lens, output, partials = given.kv_cache.data_ptr(), given.seq_lens.data_ptr(), out.data_ptr(), workspace.data_ptr()
+    starts = seq_lens if given.decode else given.cu_seqlens_q.data_ptr()
+    at = (q_nope, q_pe, kv_cache, given.block_table.data_ptr(), starts, seq_lens, output, lse.data_ptr(), partials, partials + call.scores_bytes,
+          call.scale_log2)  # as in `Arguments`, which takes longer to make
+    for i, j, least, most in call.spans:  # addresses are no facts
+        if least < at[i] - at[j] < most:
+            checks.apart(given.written(), given.read())
+            break
     if (q_nope | q_pe | kv_cache | output | partials) & 15:
         return False
-    starts = seq_lens if given.decode else given.cu_seqlens_q.data_ptr()
-    return call.prepared.run_ready(
-        Arguments(q_nope, q_pe, kv_cache, given.block_table.data_ptr(), starts, seq_lens, output, lse.data_ptr(), partials,
-                  partials + call.scores_bytes, call.scale_log2), call.device.index)
+    return call.prepared.run_ready(at, call.device.index)
+
+
+_FIELDS = {"q": "q_nope", "q[0]": "q_nope", "q[1]": "q_pe", "workspace": "partials"}
+
+
+def _spans(given: Given) -> tuple[tuple[int, int, int, int], ...]:
+    """(i, j, least, most) for each given tensor to write to and each other one: i and j are their fields of `Arguments`, and the memory from the
+    first to the last element of both meets where least < address i - address j < most."""
+    written, read = ([(Arguments._fields.index(_FIELDS.get(name, name)), checks.span(t)) for name, t in tensors.items() if t is not None]
+                     for tensors in (given.written(), given.read()))
+    return tuple((i, j, -size, reach) for n, (i, size) in enumerate(written) for j, reach in (*written[n + 1 :], *read) if size and reach)
 
 
 def _run(call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor) -> None:
@@ -156,6 +180,7 @@ def _compiled(given: Given) -> Any:
 
 def _prepare(given: Given) -> Call:
     c = _check(given)
+    checks.apart(given.written(), given.read())
     num_tokens, num_heads, R = c.q_nope.shape
     num_pages, page_size, _ = c.kv_cache.shape
     device, dtype, capacity = c.kv_cache.device, c.kv_cache.dtype, c.block_table.shape[1] * page_size
@@ -166,7 +191,7 @@ def _prepare(given: Given) -> Call:
     if plan.schedule.form.startswith("hopper") and not hopper_decode.serves(plan, strides, num_pages):
         plan = plan.portable()
     return Call(PreparedAttention(plan, strides, capacity, given.return_lse), c.scale * LOG2E, device, (num_tokens, num_heads, R), plan.workspace_bytes,
-                R * dtype.itemsize, 4 * plan.partials_size, (given.plan, given.order))
+                R * dtype.itemsize, 4 * plan.partials_size, _spans(given), (given.plan, given.order))
 
 
 def _check(given: Given) -> Checked:
@@ -180,7 +205,6 @@ def _check(given: Given) -> Checked:
     checks.float_dtype("kv_cache", cache)
     device, dtype, R = cache.device, cache.dtype, given.kv_lora_rank
     P = checks.latent_dims(R, cache.shape[2])
-    checks.page_size(cache)
     checks.paged_cache(cache)
     q_nope, q_pe = _split_query(given.q, R, P, dtype, device)
     num_tokens, num_heads, _ = q_nope.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ _LANGUAGE_INTERPRETED = not isinstance(tl.cdiv, triton.runtime.JITFunction)
 # Functions of Triton and of this package call each other: TRITON_INTERPRET is read when each is imported.
 INTERPRETED = launch.INTERPRETED and _LANGUAGE_INTERPRETED
 MIXED = launch.INTERPRETED != _LANGUAGE_INTERPRETED
+Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # bytes of an element, shape, strides
 
 
 def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
@@ -80,6 +81,56 @@ def no_overlap(name: str, value: torch.Tensor) -> None:
             reach += stride * (size - 1)
 
 
+def apart(written: Mapping[str, torch.Tensor | None], read: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse a tensor to write to that shares memory with another of the call. Where it cannot be told, it is refused too."""
+    before: list[tuple[str, torch.Tensor, int, int]] = []
+    for name, value in (*read.items(), *written.items()):
+        if value is None:
+            continue
+        memory = value.untyped_storage()
+        begin = memory.data_ptr()
+        end = begin + memory.nbytes()
+        if name in written:
+            for other, against, first, last in before:
+                if begin < last and first < end and _may_share(against.data_ptr() - value.data_ptr(), _layout(value), _layout(against)):
+                    where = f"{name} has shape {tuple(value.shape)} and strides {value.stride()} at {value.data_ptr():#x}"
+                    raise ValueError(f"{where}; it must not share memory with {other}, since it is written to")
+        before.append((name, value, begin, end))
+
+
+def _layout(value: torch.Tensor) -> Layout:
+    return value.itemsize, value.shape, value.stride()
+
+
+def span(value: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    return _span(_layout(value))
+
+
+def _span(layout: Layout) -> int:
+    itemsize, shape, strides = layout
+    return 0 if 0 in shape else itemsize * (1 + sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _may_share(distance: int, a: Layout, b: Layout) -> bool:
+    """Whether a byte may belong to both. ``distance``: bytes from a to b.
+
+    False where their spans do not meet, or both repeat with one period and each has a part of it for its own, as have views of some columns,
+    heads or layers of one buffer. True for all else, though strides without such a period may miss each other too.
+    """
+    spans = _span(a), _span(b)
+    if not all(spans) or not -spans[1] < distance < spans[0]:
+        return False
+    steps = [[(itemsize * stride, size - 1) for stride, size in zip(strides, shape, strict=True) if size > 1] for itemsize, shape, strides in (a, b)]
+    for period in {step for of_one in steps for step, _ in of_one if step}:
+        part_a, part_b = (layout[0] + sum(step * n for step, n in of_one if step % period) for layout, of_one in zip((a, b), steps, strict=True))
+        begin = distance % period  # of b's part, counted from a's
+        if part_a <= begin and begin + part_b <= period:
+            return False
+    return True
+
+
 def _reworded(what: str, check: Callable[..., None], *values: object) -> None:
     """A check of plan.py, in whose message ``what`` takes the place of an argument that the caller has not given."""
     try:
@@ -107,14 +158,12 @@ def heads(num_heads: int) -> None:
         raise ValueError(f"q has {num_heads} heads; they must be from 1 to {MAX_NUM_HEADS}")
 
 
-def page_size(cache: torch.Tensor) -> None:
-    """Of a cache that is written or read: what cannot be read is not written either."""
-    paged_cache(cache)
-    _reworded(f"kv_cache has pages of {cache.shape[1]} tokens; they", check_page_size, cache.shape[1])
-
-
 def paged_cache(cache: torch.Tensor) -> None:
-    """Offsets within a page are 32 bits, in the innermost loop; those of pages are 64."""
+    """Of a cache that is written or read: what cannot be read is not written either.
+
+    Offsets within a page are 32 bits, in the innermost loop; those of pages are 64.
+    """
+    _reworded(f"kv_cache has pages of {cache.shape[1]} tokens; they", check_page_size, cache.shape[1])
     if (cache.shape[1] - 1) * cache.stride(1) + cache.shape[2] > 2**31:
         raise ValueError(f"kv_cache has strides {cache.stride()}; a page of {cache.shape[1]} slots must lie within 2**31 elements")
 

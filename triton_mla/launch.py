@@ -204,8 +204,9 @@ class PreparedAttention:
 
         return Encoded(compiled, step.describe, self.plan.dtype)
 
-    def run_ready(self, args: Arguments, device: int) -> bool:
-        """Launch for addresses on the current device, all but those of integers divisible by 16; False if `run` must do it."""
+    def run_ready(self, args: tuple[Any, ...], device: int) -> bool:
+        """Launch for addresses on the current device, in the order of `Arguments`, all but those of integers divisible by 16; False if `run` must
+        do it."""
         if not self._ready or hooked():
             return False
         stream = driver.active.get_current_stream(device)

@@ -36,7 +36,7 @@ class MLAAttention(torch.nn.Module):
         """paths: which form each token takes; by default the absorbed form for all. order: of the absorbed form; prefill_order: of the mha
         form. chunk_tokens: of `mla_prefill_paged`; it bounds memory and changes no bit.
 
-        Raises ValueError: the weight has another shape than dims say, no kernel serves the dims, or an option is wrong.
+        Raises ValueError: the weight has another shape than dims say or is not dense fp16, bf16 or fp32, no kernel serves the dims, or an option is wrong.
         """
         super().__init__()
         paths = PathRule() if paths is None else paths
@@ -49,9 +49,8 @@ class MLAAttention(torch.nn.Module):
         if paths.prompt == MHA:
             check_head_dims(dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
         expected = (dims.num_heads * (dims.qk_nope_head_dim + dims.v_head_dim), dims.kv_lora_rank)
-        if not isinstance(w_kv_b, torch.Tensor) or tuple(w_kv_b.shape) != expected:
-            what = f"shape {tuple(w_kv_b.shape)}" if isinstance(w_kv_b, torch.Tensor) else f"type {type(w_kv_b).__name__}"
-            raise ValueError(f"w_kv_b has {what}; it must be a tensor of {expected}: num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank")
+        checks.shape("w_kv_b", checks.as_stored("w_kv_b", w_kv_b), expected, "num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank")
+        checks.float_dtype("w_kv_b", w_kv_b)
         if w_kv_b.stride(1) != 1:
             raise ValueError(f"w_kv_b has strides {w_kv_b.stride()}; its last dimension must be contiguous")
         self.dims = dims
@@ -89,7 +88,7 @@ class MLAAttention(torch.nn.Module):
             q: [T, H, nope + P], the rope part already rotated. T: the plan's tokens, padding included.
             kv_c: [T, R], after its norm; k_pe: [T, P], rotated. kv_cache: [num_blocks, block_size, R + P], written in place.
             plan: of `StepPlan`, whose tensors are on the cache's device.
-            out: preallocated [T, H, V].
+            out: preallocated [T, H, V], which shares no memory with the others.
 
         Returns:
             [T, H * V] of q's dtype; 0 for padding.
@@ -109,11 +108,13 @@ class MLAAttention(torch.nn.Module):
         for name, value, width in (("kv_c", kv_c, dims.kv_lora_rank), ("k_pe", k_pe, dims.qk_rope_head_dim)):
             checks.shape(name, checks.tensor(name, value, dims=2), (plan.num_tokens, width), "one row for each of the plan's tokens")
         shape = (plan.num_tokens, dims.num_heads, dims.v_head_dim)
+        checks.apart({"kv_cache": cache}, {"q": q, "w_kv_b": self.w_kv_b})
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=device)
         else:
             checks.shape("out", checks.tensor("out", out, dims=3, dtype=dtype, device=device), shape, "a value vector for each head of the plan's tokens")
             checks.no_overlap("out", out)
+            checks.apart({"out": out}, {"q": q, "kv_c": kv_c, "k_pe": k_pe, "kv_cache": cache, "w_kv_b": self.w_kv_b, **plan.tensors()})
         self._check_plan(plan, cache)
         write_kv_cache(kv_c, k_pe, cache, plan.slot_mapping)
         if plan.padded:  # after the write, which refuses bad arguments of its own

@@ -259,6 +259,8 @@ def plan_attention(
         raise ValueError(f"schedule={schedule!r} must be a Schedule")
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch={arch!r} must be one of {sorted(ARCHITECTURES)}")
+    if not isinstance(decode, bool):
+        raise ValueError(f"decode={decode!r} must be True or False")
     if decode and num_tokens != batch_size:
         raise ValueError(f"num_tokens={num_tokens!r} must equal batch_size={batch_size!r} in a decode")
     num_splits = max(1, -(-max_seq_len // order.kv_split))

@@ -64,6 +64,8 @@ def resolve(
     for name, flag in (("token_roles", token_roles), ("whole_prompts", whole_prompts)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name}={flag!r} must be True or False")
+    if arch is not None and not (isinstance(arch, str) and arch):
+        raise ValueError(f"arch={arch!r} must be the name of an architecture, such as sm_90, or None")
     settings = settings.override(prefill_backend=prefill_backend, decode_backend=decode_backend)
     page_size, fixed = _page_size(cache_config)
     cache_name = _read(cache_config, "cache_dtype")
@@ -75,7 +77,7 @@ def resolve(
         qk_rope_head_dim=dims.qk_rope_head_dim,
         qk_nope_head_dim=dims.qk_nope_head_dim,
         v_head_dim=dims.v_head_dim,
-        arch=arch or _arch(device),
+        arch=_arch(device) if arch is None else arch,
         dtype=normalize_dtype(dtype, auto="bfloat16" if cache_dtype.startswith("fp8") else cache_dtype),
         kv_cache_dtype=cache_dtype,
         page_size=page_size,

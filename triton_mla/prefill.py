@@ -42,7 +42,7 @@ def mla_prefill(
         state: of an earlier call with the same queries, to go on from. The order that made it is the order of this call.
         return_state: return the state after these keys instead of a result; with ``state``, that state, changed in place. Keys streamed in
             calls that cut every request's keys at multiples of ``order.block_n`` give the bits of one call with all of them.
-        out: preallocated [T, H, V] of q's dtype.
+        out: preallocated [T, H, V] of q's dtype, which shares no memory with another argument, nor does a state that is changed.
         order: `PrefillOrder`; schedule: overrides the table's, and cannot change a bit.
 
     Returns:
@@ -90,6 +90,10 @@ def mla_prefill(
     if not compiling:
         _check_starts("cu_seqlens_q", starts, num_tokens, "q")
         _check_starts("cu_seqlens_k", key_starts, num_keys, "k_nope")
+        if out is not None or (return_state and state is not None):
+            tensors = {"q": q, "k_nope": k_nope, "k_pe": k_pe, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": key_starts, "positions": positions}
+            parts = {} if state is None else {"state.reference": state.reference, "state.total": state.total, "state.acc": state.acc}
+            checks.apart(*((parts, tensors) if return_state else ({"out": out}, {**tensors, **parts})))
     if compiling:
         return _compiled(q, k_nope, k_pe, v, starts, key_starts, scale, causal, positions, state, return_lse, return_state, out, order)
     resume = state is not None
@@ -127,7 +131,7 @@ def mla_prefill_paged(
         seq_lens: [B] int32 tokens of each request, the new ones included: query i is at position ``seq_lens[r] - q_len[r] + i``.
         chunk_tokens: a multiple of ``order.block_n``.
         max_seq_len: bound of seq_lens, if the host knows one: else the block table's capacity, and chunks that no request has cost launches.
-        workspace: uint8 tensor of at least `prefill_workspace_bytes` bytes, used by one stream at a time.
+        workspace: uint8 tensor of at least `prefill_workspace_bytes` bytes, used by one stream at a time, in memory of its own.
         out, return_lse, order, schedule: as in `mla_prefill`.
 
     Returns:
@@ -145,7 +149,6 @@ def mla_prefill_paged(
     num_pages, page_size, width = cache.shape
     P = checks.latent_dims(kv_lora_rank, width)
     check_head_dims(qk_nope_head_dim, P, v_head_dim)
-    checks.page_size(cache)
     checks.paged_cache(cache)
     q = checks.tensor("q", q, dims=3, dtype=dtype, device=device)
     num_tokens, num_heads, _ = q.shape
@@ -178,12 +181,16 @@ def mla_prefill_paged(
     checks.lengths(lens, table, page_size, num_pages, starts, num_tokens)
     if device.type == "cpu" and batch_size and int(lens.max()) > limit:
         raise ValueError(f"seq_lens={lens.tolist()} must be at most max_seq_len={max_seq_len}")
+    given = workspace
     if workspace is None:
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
     workspace = checks.tensor("workspace", workspace, dims=1, dtype=torch.uint8, device=device)
     if workspace.numel() < plan.workspace_bytes or workspace.data_ptr() % 16:
         raise ValueError(f"workspace has {workspace.numel()} bytes at {workspace.data_ptr():#x}; it must have at least the {plan.workspace_bytes} of "
                          "prefill_workspace_bytes, aligned to 16")
+    if out is not None or given is not None:
+        checks.apart({"out": out, "workspace": given},
+                     {"q": q, "kv_cache": cache, "w_kv_b": weight, "block_table": table, "cu_seqlens_q": starts, "seq_lens": lens})
     if out is None:
         out = torch.empty((num_tokens, num_heads, v_head_dim), dtype=dtype, device=device)
     lse = torch.empty((num_tokens, num_heads) if return_lse else (0,), dtype=torch.float32, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import index
 
 import torch
@@ -53,6 +53,12 @@ class StepPlan:
     padded: bool = False
     paths: PathRule | None = None
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Each by the name of it that a message of ``plan`` has."""
+        parts = {"plan": self, "plan.mha": self.mha, "plan.absorbed": self.absorbed}
+        named = {f"{name}.{f.name}": getattr(part, f.name) for name, part in parts.items() if part is not None for f in fields(part)}
+        return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
     @classmethod
     def from_layout(cls, layout: BatchLayout, *, paths: PathRule, device: torch.device | str) -> StepPlan:
         """The plan of a step that the host knows all of, `layout.page_ids` included.
@@ -66,6 +72,8 @@ class StepPlan:
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device={device!r} must name a device of torch: {error}") from error
+        if device.type != "cpu" and not (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count()):
+            raise ValueError(f"device={device} must be the cpu or one of torch's {torch.cuda.device_count()} cuda devices")
         table = layout.table()
         lengths = torch.tensor(layout.query_lens, dtype=torch.int64), torch.tensor(layout.seq_lens, dtype=torch.int64)
         slots = _slots(*lengths, table, layout.page_size)
@@ -113,7 +121,7 @@ class StepPlan:
 
         Raises ValueError: a tensor has another shape, dtype or device than the step needs.
         """
-        _check_tensors(block_table, slot_mapping, page_size, len(slot_mapping))
+        _check_tensors(block_table, slot_mapping, page_size)
         checks.shape("seq_lens", checks.tensor("seq_lens", seq_lens, dims=1, dtype=torch.int32, device=slot_mapping.device), tuple(slot_mapping.shape),
                      "one length for each of slot_mapping")
         starts = torch.arange(len(slot_mapping) + 1, dtype=torch.int32, device=slot_mapping.device)
@@ -132,11 +140,16 @@ def _check_rule(paths: object) -> None:
         raise ValueError(f"paths={paths!r} must be a PathRule")
 
 
-def _check_tensors(block_table: torch.Tensor, slot_mapping: torch.Tensor, page_size: int, num_requests: int) -> None:
-    """All that the layers' operations will ask of them, so that no layer writes its cache and then refuses the plan."""
+def _check_tensors(block_table: torch.Tensor, slot_mapping: torch.Tensor, page_size: int, num_requests: int | None = None) -> None:
+    """All that the layers' operations will ask of them, so that no layer writes its cache and then refuses the plan.
+
+    num_requests: None where each has one slot.
+    """
     check_page_size(page_size)
     slots = checks.tensor("slot_mapping", slot_mapping, dims=1, dtype=torch.int64, device=getattr(slot_mapping, "device", None))
     table = checks.tensor("block_table", block_table, dims=2, dtype=torch.int32, device=slots.device)
+    if num_requests is None:
+        num_requests = len(slots)
     if table.shape[0] != num_requests:
         raise ValueError(f"block_table has shape {tuple(table.shape)}; it must have a row for each of the {num_requests} requests")
 

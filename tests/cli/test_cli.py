@@ -53,6 +53,8 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         ["verify", "--golden", "/no/such/folder"],
         ["verify", "--golden", __file__],
         ["explain", "--model", "llama"],
+        ["explain", "--page-size", "0"],
+        ["explain", "--page-size", "-16"],
         ["doctor", "--guess"],
     ],
     ids=str,
@@ -65,7 +67,11 @@ def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 WRONG_VALUES = [
-    (["explain", "--heads", "0"], "num_heads=0"),
+    (["explain", "--heads", "0"], "--heads: num_heads=0"),
+    (["explain", "--heads", "129"], "--heads: num_heads=129 must be at most 128"),
+    (["explain", "--rank", "0"], "--rank: kv_lora_rank=0"),
+    (["explain", "--rope", "-16"], "--rope: qk_rope_head_dim=-16"),
+    (["explain", "--arch", ""], "arch=''"),
     (["explain", "--kv-split", "100"], "kv_split=100"),
     (["explain", "--batch-invariant", "maybe"], "batch_invariant=maybe"),
     (["explain", "--dtype", "int4"], "dtype=int4"),
@@ -91,6 +97,9 @@ def test_wrong_usage_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["verify", "--json", "--jobs", "0"])
     assert stopped.value.code == 2
     assert "--jobs" in json_of(capsys)["error"]
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--json", "--page-size", "0"])
+    assert "--page-size: '0': allowed are positive integers" in json_of(capsys)["error"]
 
 
 def test_a_reader_that_stops_is_no_error() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu import no_host_synchronisation
+from memory import at_one_address
 
 from triton_mla import BatchLayout, MLADims, Settings, resolve
 from triton_mla.module import MLAAttention
@@ -230,7 +231,7 @@ def test_roles_are_needed_for_the_mha_form(mla):
     ("dims", "shape", "paths", "word"),
     [
         (MLADims(2, 64, 16, 32, 48), (161, 64), None, "w_kv_b has shape"),
-        (MLADims(2, 64, 16, 32, 48), None, None, "w_kv_b has type"),
+        (MLADims(2, 64, 16, 32, 48), None, None, "w_kv_b=None must be a torch.Tensor"),
         (MLADims(2, 60, 16, 32, 48), (160, 60), None, "kv_lora_rank=60"),
         (MLADims(2, 64, 16, 32, 40), (144, 64), PathRule(MHA), "v_head_dim=40"),
         (None, (160, 64), None, "dims=None"),
@@ -253,6 +254,23 @@ def test_bad_options(rule, option, value):
 def test_bad_weight_strides(weight):
     with pytest.raises(ValueError, match="w_kv_b has strides"):
         MLAAttention(MLADims(2, 64, 16, 32, 48), weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "word"),
+    [
+        (torch.Tensor.to_sparse, "w_kv_b has layout torch.sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "w_kv_b has layout torch.sparse_csr"),
+        (lambda w: torch.nested.nested_tensor([w]), "w_kv_b is nested"),
+        (torch.Tensor.char, "w_kv_b has dtype torch.int8; it must be one of torch.float16"),
+        (torch.Tensor.double, "w_kv_b has dtype torch.float64"),
+    ],
+    ids=["sparse", "csr", "nested", "integer", "double"],
+)
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta) (stage|state)")
+def test_bad_weight_kinds(weight, word):
+    with pytest.raises(ValueError, match=word):
+        MLAAttention(MLADims(2, 64, 16, 32, 48), weight(torch.zeros(160, 64)))
 
 
 def test_no_selection():
@@ -301,6 +319,27 @@ def test_bad_input_writes_nothing(mla):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["absorbed", "mha"])
+def test_shared_memory_writes_nothing(mla, rule):
+    layer = Layer(mla, REQUESTS, rule)
+    rank = layer.dims.kv_lora_rank
+    plan = layer.module.plan(layer.layout)
+    out = layer.q.new_full((len(layer.q), layer.dims.num_heads, layer.dims.v_head_dim), 7.0)
+    good = {"q": layer.q, "kv_c": layer.kv[:, :rank].contiguous(), "k_pe": layer.kv[:, rank:].contiguous(), "kv_cache": layer.cache, "plan": plan, "out": out}
+    for name, other in [("out", "q"), ("out", "kv_c"), ("out", "k_pe"), ("out", "kv_cache"), ("kv_cache", "q"), ("kv_cache", "kv_c"), ("kv_cache", "k_pe")]:
+        written, read = at_one_address(good[name], good[other])
+        before = written.clone()
+        with pytest.raises(ValueError, match=f"{name} has shape .* must not share memory with {other}, since"):
+            layer.module(**{**good, name: written, other: read})
+        assert_bitwise_equal(written, before, allow_nan=True)
+    shared, slots = at_one_address(out, plan.slot_mapping)
+    with pytest.raises(ValueError, match=r"out has shape .* must not share memory with plan\.slot_mapping"):
+        layer.module(**{**good, "out": shared, "plan": replace(plan, slot_mapping=slots)})
+    shared, lens = at_one_address(out, plan.absorbed.seq_lens)
+    with pytest.raises(ValueError, match=r"out has shape .* must not share memory with plan\.absorbed\.seq_lens"):
+        layer.module(**{**good, "out": shared, "plan": replace(plan, absorbed=replace(plan.absorbed, seq_lens=lens))})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["absorbed", "mha"])
 def test_a_page_id_past_the_cache_writes_nothing(mla, rule):
     """Only the host's tensors show it: a GPU's are never read back."""
     if mla.device.type != "cpu":
@@ -344,7 +383,16 @@ def test_bad_plans(changes, word):
         StepPlan.from_lengths(**{**good, "paths": RULES[1], **changes})
 
 
-@pytest.mark.parametrize(("changes", "word"), [({"paths": None}, "paths=None"), ({"device": "nowhere"}, "device='nowhere'"), ({"device": 3.5}, "device=3.5")])
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"paths": None}, "paths=None"),
+        ({"device": "nowhere"}, "device='nowhere'"),
+        ({"device": 3.5}, "device=3.5"),
+        ({"device": "meta"}, "device=meta must be the cpu or one of torch's . cuda devices"),
+        ({"device": "cuda:99"}, "device=cuda:99 must be the cpu or one of torch's . cuda devices"),
+    ],
+)
 def test_bad_plans_of_layouts(changes, word):
     with pytest.raises(ValueError, match=word):
         StepPlan.from_layout(BatchLayout([2], [5], [[0]], 16, [5]), **{"paths": RULES[1], "device": "cpu", **changes})
@@ -354,3 +402,23 @@ def test_bad_plans_of_layouts(changes, word):
 def test_bad_plans_of_decode_rows(lens, word):
     with pytest.raises(ValueError, match=word):
         StepPlan.decode(torch.zeros(3, 4, dtype=torch.int32), lens, torch.zeros(3, dtype=torch.int64), page_size=16)
+
+
+@pytest.mark.parametrize(
+    ("slots", "word"),
+    [
+        (None, "slot_mapping=None must be a torch.Tensor"),
+        ([0, 1, 2], "slot_mapping=.0, 1, 2. must be a torch.Tensor"),
+        (torch.tensor(0), "slot_mapping has shape ..; it must have 1 dimensions"),
+        (torch.zeros(2, dtype=torch.int64), "block_table has shape .3, 4.; it must have a row for each of the 2 requests"),
+    ],
+)
+def test_bad_slots_of_decode_rows(slots, word):
+    with pytest.raises(ValueError, match=word):
+        StepPlan.decode(torch.zeros(3, 4, dtype=torch.int32), torch.ones(3, dtype=torch.int32), slots, page_size=16)
+
+
+def test_a_plan_for_cuda_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="device=cuda must be the cpu or one of torch's 0 cuda devices"):
+        StepPlan.from_layout(BatchLayout([2], [5], [[0]], 16, [5]), paths=RULES[1], device="cuda")

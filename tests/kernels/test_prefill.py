@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from memory import at_one_address
 from prefill_cases import NAN, starts
 
 from triton_mla import PrefillState, mla_prefill
@@ -245,6 +246,26 @@ def test_refused_states(good, mha):
     refuse(good, "state", state=(state.reference, state.total, state.acc))
     for other in ("x", None, ReductionOrder()):
         refuse(good, r"state\.order", state=replace(state, order=other), order=None)
+
+
+def test_shared_memory(good, mha):
+    for name in ("q", "k_nope", "k_pe", "v", "cu_seqlens_q", "cu_seqlens_k", "positions"):
+        value = torch.zeros(2, dtype=torch.int32, device=mha.device) if name == "positions" else good[name].contiguous()
+        out, value = at_one_address(good["out"], value)
+        refuse(good, f"out has shape .* must not share memory with {name}, since", **{name: value, "out": out})
+
+
+def test_shared_memory_of_a_state(good, mha):
+    no_out = {**good, "out": None, "return_state": True}
+    state = mla_prefill(**no_out)
+    out, acc = at_one_address(good["out"], state.acc)
+    refuse(good, r"out has shape .* must not share memory with state\.acc", out=out, state=replace(state, acc=acc))
+    acc, total = at_one_address(state.acc, state.total)
+    with pytest.raises(ValueError, match=r"state\.acc has shape .* share memory with state\.total"):
+        mla_prefill(**{**no_out, "state": replace(state, acc=acc, total=total)})
+    acc, q = at_one_address(state.acc, good["q"].contiguous())
+    with pytest.raises(ValueError, match=r"state\.acc has shape .* share memory with q"):
+        mla_prefill(**{**no_out, "state": replace(state, acc=acc), "q": q})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host does not read begins that lie on a device")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from memory import at_one_address
 from prefill_cases import NAN
 
 from triton_mla import mla_prefill_paged, plan, prefill_workspace_bytes, project_kv
@@ -193,6 +194,16 @@ def test_refused_tensors(good, name):
         refuse(good, "q|w_kv_b|block_table|cu_seqlens_q|out", **{name: value[:-1]})
     if value.is_floating_point():
         refuse(good, "q|w_kv_b|kv_lora_rank|out", **{name: value[..., :-1]})
+
+
+@pytest.mark.parametrize("name", ["out", "workspace"])
+@pytest.mark.parametrize("other", ["q", "kv_cache", "w_kv_b", "block_table", "cu_seqlens_q", "seq_lens", "out"])
+def test_shared_memory(good, name, other):
+    if name == other:
+        return
+    good["workspace"] = good["q"].new_zeros(1 << 24, dtype=torch.uint8)
+    written, read = at_one_address(good[name], good[other])
+    refuse(good, f"{name} has shape .* must not share memory with {other}, since", **{name: written, other: read})
 
 
 def test_no_chunk_lies_past_the_table(mha, monkeypatch):

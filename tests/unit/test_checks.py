@@ -1,4 +1,7 @@
-"""Lengths against the plan that they are given with, where the host sees them."""
+"""Lengths against the plan that they are given with, where the host sees them; and tensors that share memory."""
+
+import itertools
+import random
 
 import pytest
 import torch
@@ -25,3 +28,61 @@ def test_a_length_past_the_plans_is_named():
 def test_a_length_past_the_table_is_named_first():
     with pytest.raises(ValueError, match=r"seq_lens\[0\]=129 must be from 0 to 128: block_table has 8 pages of 16"):
         lengths(100, 129)
+
+
+def bytes_of(tensor):
+    """The address of each byte of each element."""
+    found = set()
+    for index in itertools.product(*map(range, tensor.shape)):
+        at = tensor.data_ptr() + tensor.itemsize * sum(i * stride for i, stride in zip(index, tensor.stride(), strict=True))
+        found.update(range(at, at + tensor.itemsize))
+    return found
+
+
+def shares(a, b):
+    try:
+        checks.apart({"a": a}, {"b": b})
+    except ValueError as error:
+        assert "a has shape" in str(error) and "must not share memory with b" in str(error)
+        return True
+    return False
+
+
+def test_random_views_of_one_buffer():
+    """None that has a byte of another passes; most of those that have none do."""
+    draw = random.Random(3)
+    memory = torch.zeros(600)
+
+    def view():
+        shape = [draw.choice((1, 2, 3, 4)) for _ in range(draw.choice((1, 2, 3)))]
+        strides = [draw.choice((0, 1, 2, 3, 4, 6, 8, 12, 24, 48)) for _ in shape]
+        return (memory if draw.random() < 0.7 else memory.view(torch.int16)).as_strided(shape, strides, draw.randrange(60))
+
+    counts = {}
+    for _ in range(3000):
+        a, b = view(), view()
+        case = bool(bytes_of(a) & bytes_of(b)), shares(a, b)
+        assert case[1] == shares(b, a)
+        counts[case] = counts.get(case, 0) + 1
+    assert (True, False) not in counts
+    assert counts[False, True] < counts[False, False] / 20
+    assert counts[True, True] > 100
+
+
+def test_views_that_take_turns():
+    rows = torch.zeros(5, 4, 100)
+    assert not shares(rows[..., :50], rows[..., 50:])
+    assert shares(rows[..., :51], rows[..., 50:])
+    assert not shares(rows[:, ::2], rows[:, 1::2])
+    assert not shares(rows[1::2], rows[::2, 2:, 7:])
+    assert not shares(rows[:3], rows[3:])
+    assert shares(rows[:3], rows[2:])
+    assert not shares(rows[:0], rows) and not shares(rows, rows[2, :, :0])
+    assert not shares(rows, rows.clone())
+
+
+def test_nothing_written():
+    checks.apart({"out": None, "lse": None}, {"q": torch.zeros(3)})
+    with pytest.raises(ValueError, match="lse has shape .* with out"):
+        out = torch.zeros(3)
+        checks.apart({"out": out, "lse": out[2:]}, {"q": None})

@@ -209,6 +209,8 @@ FACTS = {
         ("num_sms", 0),
         ("order", 2048),
         ("schedule", "one_pass"),
+        ("decode", 1),
+        ("decode", None),
     ],
 )
 def test_bad_facts_are_named(name, value):

@@ -431,6 +431,8 @@ class Unreadable:
         ({"arch": None, "device": 5.5}, "device=5.5"),
         ({"arch": None, "device": "cuda"}, "device='cuda'"),
         ({"arch": None, "device": 5}, "device=5"),
+        ({"arch": ""}, "arch='' must be the name of an architecture, such as sm_90, or None"),
+        ({"arch": 90}, "arch=90 must be the name of an architecture"),
         ({"dims": None}, "dims=None must be of type MLADims"),
         ({"token_roles": "no"}, "token_roles='no' must be True or False"),
         ({"token_roles": None}, "token_roles=None must be True or False"),

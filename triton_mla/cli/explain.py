@@ -7,6 +7,8 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+from triton_mla.cli.text import positive
+
 DESCRIPTION = """\
 Shows every setting with its value and where it came from (argument, environment variable, default),
 and what they decide for a model on a machine: the backends of prefill and decode with every reason,
@@ -40,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     add("--rope", type=int, metavar="N", help="qk_rope_head_dim, instead of the model's")
     add("--dtype", default="auto", help="dtype of the model (default: auto)")
     add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="dtype of the cache (default: the model's)")
-    add("--page-size", type=int, metavar="N", help="tokens of a page, fixed by the user")
+    add("--page-size", type=positive, metavar="N", help="tokens of a page, fixed by the user")
     add("--arch", metavar="ARCH", help="plan for this architecture (sm_90, gfx942, ...) instead of this machine's")
     add("--batch-invariant", metavar="FLAG", help="1 or 0, instead of the environment's")
     add("--prefix-caching", metavar="MODE", help="auto or keep")
@@ -94,9 +96,13 @@ def _resolve(args: argparse.Namespace, settings: Any) -> Any:
 
     from triton_mla import dims, policy
 
-    changes = {"num_heads": args.heads, "kv_lora_rank": args.rank, "qk_rope_head_dim": args.rope}
     model = getattr(dims, PRESETS[args.model])
-    model = dataclasses.replace(model, **{name: value for name, value in changes.items() if value is not None})
+    for option, name in (("heads", "num_heads"), ("rank", "kv_lora_rank"), ("rope", "qk_rope_head_dim")):
+        if (value := getattr(args, option)) is not None:
+            try:
+                model = dataclasses.replace(model, **{name: value})
+            except ValueError as error:
+                raise ValueError(f"argument --{option}: {error}") from None
     config = SimpleNamespace(block_size=args.page_size, enable_prefix_caching=True, cache_dtype=args.kv_cache_dtype)
     return policy.resolve(
         config,
