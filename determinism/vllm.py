@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(args.child, args.folder, args.model, args.tp, args.checkpoint, not args.no_compare, not args.no_throughput)
     wanted = args.engines.split(",") if args.engines else [engine.name for engine in ENGINES if not (args.model and engine.model != "small")]
-    engines = [engine for engine in ENGINES if engine.name in wanted and (engine.throughput or not args.no_compare)]
+    engines = [engine for engine in ENGINES if engine.name in wanted and _has_work(engine, args)]
     if unknown := set(wanted) - {engine.name for engine in ENGINES}:
         parser.error(f"--engines {', '.join(sorted(unknown))}: allowed are {', '.join(engine.name for engine in ENGINES)}")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="determinism_vllm_"))
@@ -173,6 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     passed = all(row["passed"] for row in rows)
     print(f"\n{'passed' if passed else 'FAILED'}")
     return 0 if passed else 1
+
+
+def _has_work(engine: Engine, args: argparse.Namespace) -> bool:
+    return bool((engine.phases and not args.no_compare) or (engine.throughput and not args.no_throughput))
 
 
 def _merged(folder: Path, rows: Sequence[Any], left: Mapping[str, Mapping[str, Any]], compared: Collection[str]) -> dict[str, Any]:

@@ -46,6 +46,8 @@ ENGINES = (
     Engine("ours_small_cache", "CUSTOM", ("preemption",), options=SMALL_CACHE),
     Engine("ours_keep_small_cache", "CUSTOM", ("preemption",), options=SMALL_CACHE, variables=KEEP),
     Engine("ours_v3_shape", "CUSTOM", ("short",), model="v3_shape", seeds=2),
+    # The attention alone is invariant: what the throughput of the others owes to vLLM's invariant products.
+    Engine("ours_flag_off", "CUSTOM", (), invariant=False, throughput=True, variables={"TRITON_MLA_BATCH_INVARIANT": "1"}),
     Engine("triton_mla", "TRITON_MLA", ("long", "prefix"), kind=CONTROL, seeds=3, throughput=True, forced_caching=True),
     Engine("triton_mla_v3_shape", "TRITON_MLA", ("short",), kind=CONTROL, model="v3_shape"),
     Engine("triton_mla_flag_off", "TRITON_MLA", ("long",), kind=CONTROL, invariant=False, throughput=True),

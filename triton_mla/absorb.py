@@ -48,7 +48,7 @@ def absorb_query(q_nope: torch.Tensor, w_uk: torch.Tensor, *, out: torch.Tensor 
     Raises:
         ValueError: an argument is wrong; nothing has been launched or written.
     """
-    return product_call(_check_query, q_nope, w_uk, None, out)
+    return product_call(_check_query, ("q_nope", "w_uk", ""), q_nope, w_uk, None, out)
 
 
 def project_values(out_latent: torch.Tensor, w_uv: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -56,7 +56,7 @@ def project_values(out_latent: torch.Tensor, w_uv: torch.Tensor, *, out: torch.T
 
     Args: out_latent [T, H, R]; w_uv [H, R, V]; out [T, H, V]. The rest is as in `absorb_query`.
     """
-    return product_call(_check_values, out_latent, w_uv, None, out)
+    return product_call(_check_values, ("out_latent", "w_uv", ""), out_latent, w_uv, None, out)
 
 
 def _check(x_name: str, w_name: str, x: Any, w: Any, _: None, out: Any) -> Operands:

@@ -24,7 +24,8 @@ ATTENTION = (
     "hopper_prefill.py", "hopper_decode.py", "absorb.py", "kernels/companion/matmul.py", "companion/products.py", "companion/multiply.py",
     "companion/tiles.py", "paths.py", "step.py", "module.py")
 """Files of the package that decide what attention computes, as glob patterns: those that `triton-mla verify` proves."""
-MODEL = (*ATTENTION, "kernels/companion/*.py", "companion/*.py", "mode.py", "integrations/transformers.py")
+MODEL = (*ATTENTION, "kernels/companion/*.py", "companion/*.py", "mode.py", "mode_kernels.py", "switches.py",
+         "uncovered.py", "integrations/transformers.py")
 """Those that decide what a whole model computes: what `python -m determinism.run` proves."""
 ARCH = "sm_[1-9][0-9]{1,2}|gfx[1-9][0-9a-f]{2,3}|interpreter|cpu"
 """The form of an architecture's name."""

@@ -186,3 +186,25 @@ def test_a_builder_without_a_decision_is_refused(start):
 @pytest.mark.parametrize(("heads", "columns", "itemsize", "tokens"), [(16, 256, 2, 32768), (128, 256, 2, 4096), (128, 512, 4, 1024), (1, 32, 2, 1 << 22)])
 def test_a_chunk_takes_as_much_memory_whatever_the_heads(heads, columns, itemsize, tokens):
     assert chunk_tokens(heads, columns, itemsize) == tokens
+
+
+def test_prompts_are_compiled_for_before_the_first_one(start, monkeypatch):
+    """By the arguments that a step gives, for one chunk and for the longest prompt, and nowhere but on a GPU."""
+    from triton_mla.integrations.vllm import impl
+
+    kinds = []
+
+    def noted(q, cache, weight, table, starts, lens, **options):
+        kinds.append((q.shape[1:], cache.shape[1:], weight.shape, table.dtype, options.keys(), q.dtype))
+        longest.append((options["max_seq_len"], table.shape[1] * PAGE))
+        return prefill(q, cache, weight, table, starts, lens, **options)
+
+    prefill, longest = impl.mla_prefill_paged, []
+    monkeypatch.setattr(impl, "mla_prefill_paged", noted)
+    engine = start()
+    assert not kinds
+    engine.step((Request(1, 21, [3, 7]), 21))
+    longest.clear()
+    engine.layer.impl.warm_up(page_size=PAGE, max_model_len=3 * PAGE + 1, dtype=DTYPE, device=torch.device("cpu"))
+    assert longest == [(16, 4 * PAGE), (3 * PAGE + 1, 4 * PAGE)]
+    assert len(kinds) == 3 and kinds[0] == kinds[1] == kinds[2]

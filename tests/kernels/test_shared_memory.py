@@ -6,7 +6,7 @@ import pytest
 import torch
 from memory import at_one_address
 
-from triton_mla import calls, mla_decode, mla_extend, write_kv_cache
+from triton_mla import absorb_query, calls, companion, mla_decode, mla_extend, project_values, write_kv_cache
 from triton_mla.testing import Request
 
 both = pytest.mark.parametrize("op", ["decode", "extend"])
@@ -119,3 +119,30 @@ def test_layers_of_one_buffer_share_no_memory(mla):
     layers[:, 2] = 5
     write_kv_cache(layers[0, 2, :4, :64], layers[1, 2, :4, 64:], layers[:, 1], torch.arange(4, device=mla.device))
     assert bool((layers[0, 1, :4] == 5).all()) and not bool(layers[0, 1, 4:].any()) and not bool(layers[:, 0].any()) and bool((layers[:, 2] == 5).all())
+
+
+def products(device):
+    x, w = torch.ones(3, 16, device=device), torch.ones(16, 16, device=device)
+    heads, of_heads = torch.ones(2, 3, 16, device=device), torch.ones(3, 16, 16, device=device)
+    starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
+    return [
+        (companion.matmul, {"a": x, "b": w}), (companion.linear, {"x": x, "weight": w, "bias": w[0].clone()}),
+        (companion.bmm, {"a": of_heads, "b": of_heads.clone()}), (companion.grouped_linear, {"x": x, "weight": of_heads, "group_starts": starts}),
+        (absorb_query, {"q_nope": heads, "w_uk": of_heads}), (project_values, {"out_latent": heads, "w_uv": of_heads}),
+    ]
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_products(mla, which):
+    op, arguments = products(mla.device)[which]
+    expected = op(**arguments)
+    wide = torch.zeros(*expected.shape[:-1], 64, device=mla.device)
+    op(**arguments, out=wide[..., 32 : 32 + expected.shape[-1]])
+    assert torch.equal(wide[..., 32 : 32 + expected.shape[-1]], expected)
+    for _ in range(2):  # the second call takes a shorter way on a GPU
+        out = torch.empty_like(expected)
+        assert torch.equal(op(**arguments, out=out), expected)
+        for other, value in arguments.items():
+            written, read = at_one_address(out, value)
+            with pytest.raises(ValueError, match=f"^out has shape .* must not share memory with {other}, since"):
+                op(**{**arguments, other: read}, out=written)

@@ -47,7 +47,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None)
     Raises:
         ValueError: an argument is wrong; nothing has been launched or written.
     """
-    return product_call(_check_matmul, a, b, None, out)
+    return product_call(_check_matmul, ("a", "b", ""), a, b, None, out)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,7 +55,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     Args: x [..., K] or [K]; weight [N, K]; bias [N], all of one dtype; out [..., N].
     """
-    return product_call(_check_linear, x, weight, bias, out)
+    return product_call(_check_linear, ("x", "weight", "bias"), x, weight, bias, out)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,7 +63,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
 
     Args: a [B, M, K]; b [B, K, N]; out [B, M, N], written in place where its last dimension is contiguous.
     """
-    return product_call(_check_bmm, a, b, None, out)
+    return product_call(_check_bmm, ("a", "b", ""), a, b, None, out)
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, group_starts: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -93,6 +93,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, group_starts: torch.Te
     if torch.compiler.is_compiling():
         result = torch.ops.triton_mla.grouped_linear(x, weight, starts)
         return result if out is None else out.copy_(result)
+    checks.apart({"out": out}, {"x": x, "weight": weight, "group_starts": starts})
     return _grouped(x, None, weight, starts, out)
 
 
@@ -186,8 +187,8 @@ Check = Callable[[Any, Any, Any, Any], Operands]
 _calls: dict[tuple[Any, ...], tuple[Product, tuple[int, ...]]] = {}
 
 
-def product_call(check: Check, a: Any, b: Any, bias: Any, out: Any) -> torch.Tensor:
-    """The product that ``check`` makes of a caller's arguments; see `matmul`.
+def product_call(check: Check, names: tuple[str, str, str], a: Any, b: Any, bias: Any, out: Any) -> torch.Tensor:
+    """The product that ``check`` makes of a caller's arguments of these names; see `matmul`.
 
     Arguments of equal shapes, strides, dtypes and devices have passed the checks before: on a GPU those take longer than a small product.
     """
@@ -203,11 +204,14 @@ def product_call(check: Check, a: Any, b: Any, bias: Any, out: Any) -> torch.Ten
     except (AttributeError, TypeError, RuntimeError):
         pass  # the checks say which argument it is
     if known is not None:
+        if out is not None:
+            checks.apart({"out": out}, dict(zip(names, (a, b, bias), strict=True)))
         result = a.new_empty(known[1]) if out is None else out
         to = result.data_ptr()
         if known[0].run_ready(a.data_ptr(), b.data_ptr(), to, to if bias is None else bias.data_ptr(), a):
             return result
     x = check(a, b, bias, out)
+    checks.apart({"out": out}, dict(zip(names, (a, b, bias), strict=True)))
     result = x.a.new_empty(x.shape) if out is None else out
     if result.numel() == 0:
         return result

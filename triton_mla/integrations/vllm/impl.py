@@ -43,6 +43,7 @@ class Attention:
     scale: float
     kv_lora_rank: int
     qk_nope_head_dim: int
+    qk_rope_head_dim: int
     v_head_dim: int
 
     def __init__(self, **arguments: Any) -> None:
@@ -66,6 +67,18 @@ class Attention:
     def bind(self, layer: Any, decision: Decision) -> None:
         """The layer, whose weights are read at each call: a reload may replace them."""
         self.layer, self.decision = layer, decision
+
+    def warm_up(self, *, page_size: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compiles what prompts take, of one chunk and of several, which else the first of them waits for (7 s on an H200)."""
+        tokens = 16
+        q = torch.zeros(tokens, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim, dtype=dtype, device=device)
+        cache = q.new_zeros(-(-tokens // page_size), page_size, self.kv_lora_rank + self.qk_rope_head_dim)
+        table = torch.arange(len(cache), dtype=torch.int32, device=device).expand(1, -1)
+        table = torch.nn.functional.pad(table, (0, max(0, -(-max_model_len // page_size) - len(cache))))
+        starts, lens = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, tokens], [tokens]))
+        out = q.new_empty(tokens, self.num_heads, self.v_head_dim)
+        for longest in sorted({tokens, max(tokens, max_model_len)}):
+            self._mha(q, cache, Rows(slice(0, tokens), table, starts, lens, False, longest), out)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False

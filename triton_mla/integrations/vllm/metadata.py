@@ -61,6 +61,9 @@ class StepBuilder:
             layer.impl.bind(layer, decision)
         draft = all(getattr(layer, "is_draft_layer", False) for layer in layers)  # since 0.33; before, drafts have a call of their own
         self.runner = adapter.runner_of(vllm_config) if decision.prompt == MHA and not draft else None
+        if self.runner is not None and device.type == "cuda":
+            model = vllm_config.model_config
+            layers[0].impl.warm_up(page_size=kv_cache_spec.block_size, max_model_len=model.max_model_len, dtype=model.dtype, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
         """The step's rows by form. `common_attn_metadata` is vLLM's `CommonAttentionMetadata`."""

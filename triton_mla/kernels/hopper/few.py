@@ -1,9 +1,9 @@
 """Decode and extend for few work items on Hopper: 512 latent and 64 rope columns, 16 bits, row tiles of 16. The bits are those of
 kernels/one_pass.py.
 
-A program is one row tile and every so manieth of its splits: eight warps that compute, by mma.sync, and one that issues all copies, across splits
-(few_copies.py). Q lies in registers as left operands, 144 a thread. K tiles of 64 tokens pass through a ring of three, 216 KB of shared memory; a tile is K in one step
-and V in the next. The step of tile i is
+A program is one row tile and every so manieth of its splits: eight warps that compute, by mma.sync, and one that issues all copies, across
+splits (few_copies.py). Q lies in registers as left operands, 144 a thread. K tiles of 64 tokens pass through a ring of three, 216 KB of shared
+memory; a tile is K in one step and V in the next. The step of tile i is
 
     scores of tile i + 1, latent columns 0 to 255, beside P V of tile i: a score is one chain of products, whose gaps those of P V fill
     the slot of tile i is free for tile i + 3
@@ -20,19 +20,11 @@ from .copies import SHARED
 from .decode_relay import rescale, weights_of
 from .decode_rows import no_nan
 from .few_copies import BLOCKS, TILES, next_slot, producer
-from .few_rows import locate_tile, store_split, tile_rows, visible_tokens
+from .few_rows import load_q, locate_tile, store_split, tile_rows, visible_tokens
 
 WARPS = gl.constexpr(8)  # that compute
 LATENT_Q = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 ROPE_Q = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-
-
-@gluon.jit
-def load_q(Q, stride_token, stride_head, tile, num_heads, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Queries [ROWS, COLUMNS] of a tile, zeros where it has no row."""
-    token, head, seen, valid = tile_rows(tile, num_heads, ROWS, gl.SliceLayout(1, LAYOUT))
-    rows = Q + token.to(gl.int64)[:, None] * stride_token + head.to(gl.int64)[:, None] * stride_head
-    return gl.load(rows + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :], mask=valid[:, None], other=0.0)
 
 
 @gluon.jit

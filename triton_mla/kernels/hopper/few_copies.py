@@ -58,7 +58,8 @@ def producer(kv_desc, BLOCK_TABLE, batch, kv_split, page_rows, stride_table, rin
     first = gl.program_id(1) * kv_split
     row = segment_row(pages, first, limit, page_rows, PAGE_SIZE)
     visible = visible_tokens(tile, batch[5], ROWS)
-    slot, phase = copy_split(row, first, gl.minimum(first + kv_split, visible), gl.to_tensor(0), gl.to_tensor(1), kv_desc, pages, limit, page_rows, ring, PAGE_SIZE, SEG)
+    slot, phase = gl.to_tensor(0), gl.to_tensor(1)
+    slot, phase = copy_split(row, first, gl.minimum(first + kv_split, visible), slot, phase, kv_desc, pages, limit, page_rows, ring, PAGE_SIZE, SEG)
     if MORE:
         first += gl.num_programs(1) * kv_split
         while first < visible:

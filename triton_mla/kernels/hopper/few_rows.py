@@ -60,6 +60,14 @@ def tile_rows(tile, num_heads, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def load_q(Q, stride_token, stride_head, tile, num_heads, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Queries [ROWS, COLUMNS] of a tile, zeros where it has no row."""
+    token, head, seen, valid = tile_rows(tile, num_heads, ROWS, gl.SliceLayout(1, LAYOUT))
+    rows = Q + token.to(gl.int64)[:, None] * stride_token + head.to(gl.int64)[:, None] * stride_head
+    return gl.load(rows + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :], mask=valid[:, None], other=0.0)
+
+
+@gluon.jit
 def store_split(ref, total, rest, acc, tile, split, row_tile, column, rows, num_heads, ROWS: gl.constexpr, WITH_LSE: gl.constexpr):
     """ref, total, rest [ROWS], mass = total + rest; acc: some times [ROWS, 64], from value column ``column`` on. ``row_tile``: of the wave.
 

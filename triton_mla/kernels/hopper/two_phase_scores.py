@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .copies import AXIS, SHARED, SHARED4
 from .few_copies import BLOCKS, segment_row
-from .few_rows import locate_tile, tile_rows, visible_tokens
+from .few_rows import load_q, locate_tile, tile_rows, visible_tokens
 
 SLOTS = gl.constexpr(2)  # KV tiles of the ring, one for each warpgroup
 PARTS = gl.constexpr(3)  # of a tile: 192 columns with barriers of their own, so that products begin, and copies go on, before all of a tile is
@@ -56,14 +56,6 @@ def producer(kv_desc, BLOCK_TABLE, batch, page_rows, stride_table, ring, ROWS: g
                 row = segment_row(pages, after, limit, page_rows, PAGE_SIZE)  # its latency is hidden behind the wait
         slot ^= 1
         phase = gl.where(slot == 0, phase ^ 1, phase)
-
-
-@gluon.jit
-def load_q(Q, stride_token, stride_head, tile, num_heads, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Queries [ROWS, COLUMNS] of a tile, zeros where it has no row."""
-    token, head, seen, valid = tile_rows(tile, num_heads, ROWS, gl.SliceLayout(1, LAYOUT))
-    rows = Q + token.to(gl.int64)[:, None] * stride_token + head.to(gl.int64)[:, None] * stride_head
-    return gl.load(rows + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :], mask=valid[:, None], other=0.0)
 
 
 @gluon.jit
