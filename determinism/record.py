@@ -6,6 +6,7 @@ python -m determinism.record --write --tests  also runs the kernel and invarianc
 python -m determinism.record --write --junit FILE  adds the counts of a run of the tests there that wrote FILE
 python -m determinism.run --json determinism/records/model_<gpu>_<date>.json  is the record of a model
 python -m determinism.run --tensor-parallel N --json determinism/records/model_<gpu>_tp<N>_<date>.json  is that of one split over N GPUs
+python -m determinism.vllm                    is that of engines of vLLM, in the folder vllm of the records
 """
 
 from __future__ import annotations
@@ -22,30 +23,35 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from triton_mla import verification
 from triton_mla.cli.text import ProgressLine
 from triton_mla.cli.verify import render
-from triton_mla.fingerprint import ATTENTION, MODEL, source_digest, source_files
+from triton_mla.fingerprint import ATTENTION, MODEL, VLLM, source_digest, source_files
 from triton_mla.verification import golden
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "determinism" / "records"
 JOBS = 4
 SUITES = ("tests/kernels", "tests/invariance")
-PROOFS = {"attention": ATTENTION, "model": MODEL, "split model": MODEL}
+PROOFS = {"attention": ATTENTION, "model": MODEL, "split model": MODEL, "vLLM": VLLM}
 """What is proven, and the sources it is of."""
 
 
 def proof_of(name: str) -> str:
     """What the record of this file name proves."""
+    if name.startswith("vllm/"):
+        return "vLLM"
     if not name.startswith("model_"):
         return "attention"
     return "split model" if re.search("_tp[0-9]+_", name) else "model"
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every record of the folder by file name."""
-    return {file.name: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
+    """Every record of the folder, and of its folder vllm, by file name."""
+    files = [*sorted(folder.glob("*.json")), *sorted(folder.glob("vllm/*.json"))]
+    return {file.relative_to(folder).as_posix(): json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
 def changed_files(record: dict[str, Any], patterns: tuple[str, ...]) -> list[str]:
@@ -55,7 +61,7 @@ def changed_files(record: dict[str, Any], patterns: tuple[str, ...]) -> list[str
 
 
 def check(folder: Path) -> int:
-    """Prints how each record stands to the present sources; 0 when one of attention matches and passed, and one of a model, split or not, if there are any."""
+    """Prints how each record stands to the present sources; 0 when one of attention matches and passed, and one of each other kind that there is."""
     records = read_records(folder)
     missing = dict.fromkeys(["attention", *map(proof_of, records)])
     for name, record in records.items():
@@ -68,7 +74,7 @@ def check(folder: Path) -> int:
             missing.pop(proof, None)
             print(f"{name}: of these sources, passed")
     commands = {"attention": "python -m determinism.record --write --tests", "model": "python -m determinism.run --json FILE",
-                "split model": "python -m determinism.run --tensor-parallel 2 --json FILE"}
+                "split model": "python -m determinism.run --tensor-parallel 2 --json FILE", "vLLM": "python -m determinism.vllm"}
     for proof in missing:
         digest = source_digest(PROOFS[proof])[:16]
         print(f"\n*** NO GPU RECORD OF THE PRESENT SOURCES ({digest}) of {proof} among {len(records)} under {folder.name}/ ***")
@@ -144,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.check:
         return check(args.folder)
+    if not torch.cuda.is_available():
+        parser.error("--write needs a CUDA device, and torch sees none")
     counted = None if args.junit is None else functools.partial(count_tests, args.junit)
     return write(args.folder, args.golden, tests=run_tests if args.tests else counted)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from determinism.vllm_engine import ENGINES, OURS, Engine, child, compare, make_model
-from triton_mla.fingerprint import source_digest, source_files
+from triton_mla.fingerprint import VLLM, source_digest, source_files
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = Path(__file__).resolve().parent / "records" / "vllm"
@@ -160,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     engines = [engine for engine in ENGINES if engine.name in wanted and _has_work(engine, args)]
     if unknown := set(wanted) - {engine.name for engine in ENGINES}:
         parser.error(f"--engines {', '.join(sorted(unknown))}: allowed are {', '.join(engine.name for engine in ENGINES)}")
+    if missing := needs():
+        parser.error(missing)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="determinism_vllm_"))
     folder.mkdir(parents=True, exist_ok=True)
     for model in {engine.model for engine in engines if not args.model}:
@@ -175,6 +178,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if passed else 1
 
 
+def needs() -> str:
+    """What this machine has not that engines need, if anything."""
+    import torch
+
+    if importlib.util.find_spec("vllm") is None:
+        return "it runs engines of vLLM, which is not installed here"
+    return "" if torch.cuda.is_available() else "it needs a CUDA device, and torch sees none"
+
+
 def _has_work(engine: Engine, args: argparse.Namespace) -> bool:
     return bool((engine.phases and not args.no_compare) or (engine.throughput and not args.no_throughput))
 
@@ -185,14 +197,14 @@ def _merged(folder: Path, rows: Sequence[Any], left: Mapping[str, Mapping[str, A
     day = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     gpu = started[0]["info"]["gpu"].lower().replace(" ", "_") if started else "none"
     path = folder / f"{gpu}_{day}.json"
-    digest = source_digest()
+    digest = source_digest(VLLM)
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     old = old if old.get("source_digest") == digest else {}
     engines = {name: dict(data) for name, data in old.get("engines", {}).items()}
     for name, data in left.items():
         engines.setdefault(name, {}).update({key: data[key] for key in ("info", "seconds_to_start", "throughput") if data.get(key)})
     rows = [row for row in old.get("rows", []) if row["engine"] not in compared] + list(rows)
-    record = {"created": day, "passed": all(row["passed"] for row in rows), "source_digest": digest, "sources": source_files(), "rows": rows,
+    record = {"created": day, "passed": all(row["passed"] for row in rows), "source_digest": digest, "sources": source_files(VLLM), "rows": rows,
               "engines": engines, "aims": aims_of(engines)}
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

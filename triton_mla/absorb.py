@@ -60,7 +60,7 @@ def project_values(out_latent: torch.Tensor, w_uv: torch.Tensor, *, out: torch.T
 
 
 def _check(x_name: str, w_name: str, x: Any, w: Any, _: None, out: Any) -> Operands:
-    x, w = checks.tensor(x_name, checks.as_stored(x_name, x), dims=3), checks.as_stored(w_name, w)
+    x, w = checks.tensor(x_name, x, dims=3), checks.forward_only(w_name, checks.as_stored(w_name, w))
     checks.float_dtype(x_name, x)
     num_rows, num_heads, K = x.shape
     if w.dim() != 3 or w.dtype != x.dtype or w.device != x.device:
@@ -70,7 +70,7 @@ def _check(x_name: str, w_name: str, x: Any, w: Any, _: None, out: Any) -> Opera
         raise ValueError(f"{w_name} has strides {w.stride()}; one of its last two dimensions must be contiguous")
     shape = (num_rows, num_heads, w.shape[2])
     if out is not None:
-        out = checks.tensor("out", checks.as_stored("out", out), dims=3, dtype=x.dtype, device=x.device)
+        out = checks.tensor("out", out, dims=3, dtype=x.dtype, device=x.device)
         checks.shape("out", out, shape, f"one row for each of {x_name}")
         checks.no_overlap("out", out)
     return Operands(x.transpose(0, 1), w, None, shape, rows_first=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -23,11 +24,11 @@ Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # bytes of an element, sh
 
 
 def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
-    """``value`` if it is a dense, strided tensor of this rank, dtype and device whose last dimension is contiguous.
+    """``value`` if it is a dense, strided tensor of this rank, dtype and device whose last dimension is contiguous, and no gradient of it is lost.
 
     Without ``device`` it is the tensor that decides where the call runs.
     """
-    value = as_stored(name, value)
+    value = forward_only(name, as_stored(name, value))
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must have {dims} dimensions")
     if dtype is not None and value.dtype != dtype:
@@ -44,7 +45,7 @@ def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = N
 def strided(name: str, value: object) -> torch.Tensor:
     """``value`` if it is a dense, strided tensor."""
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{name}={value!r} must be a torch.Tensor")
+        raise ValueError(f"{name}={reprlib.repr(value)} must be a torch.Tensor")
     if value.layout != torch.strided or value.is_nested:
         kind = "is nested" if value.is_nested else f"has layout {value.layout}"
         raise ValueError(f"{name} {kind}; it must be a dense, strided tensor")

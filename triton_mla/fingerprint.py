@@ -27,6 +27,8 @@ ATTENTION = (
 MODEL = (*ATTENTION, "kernels/companion/*.py", "companion/*.py", "mode.py", "mode_kernels.py", "switches.py",
          "uncovered.py", "integrations/transformers.py")
 """Those that decide what a whole model computes: what `python -m determinism.run` proves."""
+VLLM = (*ATTENTION, "integrations/vllm/*.py", "policy.py", "backends.py", "capabilities.py")
+"""Those that decide what an engine of vLLM takes of the package: what `python -m determinism.vllm` proves."""
 ARCH = "sm_[1-9][0-9]{1,2}|gfx[1-9][0-9a-f]{2,3}|interpreter|cpu"
 """The form of an architecture's name."""
 

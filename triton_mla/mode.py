@@ -22,6 +22,7 @@ alone. Not covered, and not seen, is every other op, among them sums, norms, ``l
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import threading
@@ -158,11 +159,19 @@ class _Mode(ContextDecorator):
         _install_or_remove()
 
     def __call__(self, function: F) -> F:
-        suspended = inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-        if suspended or not callable(function):
+        if inspect.isclass(function) or not callable(function) or _suspends(function):
             raise ValueError(f"function={function!r} must be a plain function: of a coroutine or a generator a decorator covers no more than the creation; "
                              "enter batch_invariant_mode within it, around what does not await or yield")
         return super().__call__(function)
+
+
+def _suspends(function: Any) -> bool:
+    """Whether a call makes a coroutine or a generator, behind wrappers, `functools.partial` and objects with ``__call__``."""
+    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch's. Left to Python, it finds that its callers are compiled.
@@ -205,7 +214,10 @@ def _overrides() -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            ours = [_override(library, *which) for device in devices for which in _overridden(device)]
+            which = [entry for device in devices for entry in _overridden(device)]
+            # all before any is overridden: with a kernel for the device, torch takes another one for gradients
+            originals = [torch.library.get_kernel(f"aten::{name}", key) for name, key, _ in which]
+            ours = [_override(library, *entry, original) for entry, original in zip(which, originals, strict=True)]
         try:
             yield
         finally:
@@ -234,9 +246,8 @@ def _overridden(device: str) -> Iterator[tuple[str, str, Kernel]]:
         yield name, f"Autograd{device}", kernel
 
 
-def _override(library: torch.library.Library, name: str, key: str, kernel: Kernel) -> Any:
+def _override(library: torch.library.Library, name: str, key: str, kernel: Kernel, original: Any) -> Any:
     """Put a kernel in the place of torch's, to which it gives what it cannot do, and all calls of threads without the mode."""
-    original = torch.library.get_kernel(f"aten::{name}", key)
 
     def run(keyset: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         level = _level()

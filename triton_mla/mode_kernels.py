@@ -47,7 +47,7 @@ def _multiply(a: Tensor, b: Tensor, *, dims: tuple[int, int], bias: Tensor | Non
 
 def _add(c: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1, dims: tuple[int, int]) -> Any:
     """``beta * c + alpha * (a @ b)``, where c is not read if beta is 0."""
-    if (c.dtype, c.device) != (a.dtype, a.device):
+    if (c.dtype, c.device) != (a.dtype, a.device) or isinstance(alpha, complex) or isinstance(beta, complex):
         return NotImplemented
     if dims == (2, 2) and c.dim() == 1 and c.shape == b.shape[1:] and beta == alpha == 1:
         return _multiply(a, b, dims=dims, bias=c)
@@ -75,7 +75,16 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return NotImplemented
     lines = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     out = torch.mm(lines, weight.t()) if bias is None else torch.addmm(bias, lines, weight.t())
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])  # no view, as torch's is none
+
+
+def _matmul(a: Tensor, b: Tensor) -> Any:
+    """A matrix by a batch, where torch multiplies the transposed ones if the matrix requires grad: its rows would be columns."""
+    if a.dim() != 2 or b.dim() < 3 or a.shape[1] != b.shape[-2] or not a.layout == b.layout == torch.strided:
+        return NotImplemented
+    *batch, K, N = b.shape
+    out = torch.bmm(a.expand(prod(batch), *a.shape), b.reshape(prod(batch), K, N))
+    return torch.ops.aten._unsafe_view(out, [*batch, len(a), N])
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Any:
@@ -136,6 +145,14 @@ def _with_out(kernel: Kernel) -> Kernel:
     return lambda *args, out, **kwargs: _into(out, kernel(*args, **kwargs))
 
 
+def _chain_with_out(kernel: Kernel) -> Kernel:
+    def run(matrices: Sequence[Tensor], *, out: Tensor) -> Any:
+        lost = torch.is_grad_enabled() and any(t.requires_grad for t in (*matrices, out))  # torch's own refuses it
+        return NotImplemented if lost else _into(out, kernel(matrices))
+
+    return run
+
+
 def _in_place(kernel: Kernel) -> Kernel:
     return lambda c, *args, **kwargs: _into(c, kernel(c, *args, **kwargs), resize=False)
 
@@ -147,7 +164,7 @@ _SUMS: dict[str, Kernel] = {"addmm": partial(_add, dims=(2, 2)), "baddbmm": part
 _CHAINS: dict[str, Kernel] = {"linalg_multi_dot": _multi_dot, "chain_matmul": partial(_multi_dot, dims=(2,))}
 # Ops that torch composes of others, here of other ones: in its `linear` operands with strides of their own are rounded before the bias, and the
 # order of its chains follows the sizes, the number of rows included.
-COMPOSED: dict[str, Kernel] = {"linear": _linear, **_CHAINS, **{f"{name}.out": _with_out(kernel) for name, kernel in _CHAINS.items()}}
+COMPOSED: dict[str, Kernel] = {"linear": _linear, "matmul": _matmul, **_CHAINS, **{f"{name}.out": _chain_with_out(k) for name, k in _CHAINS.items()}}
 KERNELS: dict[str, Kernel] = {
     **dict.fromkeys(("dot", "vdot"), partial(_multiply, dims=(1, 1))), **dict.fromkeys(("mean.dim", "mean.out"), _mean),
     "_fused_rms_norm": _rms_norm, "_grouped_mm": _grouped_mm, "_foreach_mm": lambda a, b: [torch.mm(*pair) for pair in zip(a, b, strict=True)],

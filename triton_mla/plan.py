@@ -18,8 +18,7 @@ MAX_QK_ROPE_HEAD_DIM = 64
 MAX_NUM_HEADS = 128
 # Programs of the scores kernel beyond which they walk several tiles each: most of a grid made for the longest possible context is empty.
 MAX_PROGRAMS_PER_SM = 16
-# The same of the form for few items, whose programs take a multiprocessor each: an empty one takes it for 0.6 us (H200).
-FEW_PROGRAMS_PER_SM = 8
+FEW_PROGRAMS_PER_SM = 8  # the same of the form for few items, whose empty programs keep a multiprocessor each for 0.6 us (H200)
 # Scratch memory of a call beyond which its row tiles are done in waves, one after another. The Hopper form has no waves and folds what finds no
 # room in twice as much: with the limit itself one of 64 requests of 131072 tokens was folded, and the others waited for it (5.1 ms, H200).
 MAX_WORKSPACE_BYTES = 1 << 30
@@ -37,8 +36,7 @@ DEFAULT_CHUNK_TOKENS = 4096
 def split_table(seq_len: int, order: ReductionOrder = DEFAULT_ORDER) -> tuple[tuple[int, int], ...]:
     """(start, end) token ranges of the splits of a row that sees ``seq_len`` tokens: cut at absolute multiples of ``kv_split``.
 
-    Raises:
-        ValueError: ``seq_len`` is not an int >= 0.
+    Raises ValueError: ``seq_len`` is not an int >= 0.
     """
     return _ranges(seq_len, order.kv_split)
 
@@ -46,8 +44,7 @@ def split_table(seq_len: int, order: ReductionOrder = DEFAULT_ORDER) -> tuple[tu
 def tile_table(seq_len: int, order: ReductionOrder = DEFAULT_ORDER) -> tuple[tuple[int, int], ...]:
     """(start, end) token ranges of the KV tiles of that row, ascending; a tile never crosses a split.
 
-    Raises:
-        ValueError: ``seq_len`` is not an int >= 0.
+    Raises ValueError: ``seq_len`` is not an int >= 0.
     """
     return _ranges(seq_len, order.block_n)
 
@@ -72,8 +69,7 @@ class AttentionPlan:
         wave_row_tiles: row tiles that are done together, so that the scratch memory stays bounded.
         num_score_programs: programs that share the KV tiles of a row tile (two phases; in the Hopper form's for the weights).
         num_programs: programs of the Hopper form, which has no waves: ``wave_row_tiles`` have room for partials there, further ones are folded.
-            In the form for few items: programs that share the splits of a row tile. In two phases on Hopper: those that share its KV tiles for
-            the scores.
+            In the form for few items: programs that share a row tile's splits; in two phases on Hopper: its KV tiles, for the scores.
         value_rows: rows of a program of the second phase on Hopper, a row tile or a part of one.
         workspace_bytes: scratch memory of a call, in bytes. Its contents need no initialisation.
     """
@@ -205,7 +201,7 @@ def choose_schedule(
         if items16 <= num_sms or rows_per_request < HOPPER_ROWS // 2:
             return table.hopper.few
         items = _hopper_row_tiles(num_tokens, batch_size, num_heads, decode) * num_splits
-        return replace(table.hopper.many, value_slices=next((n for n in (4, 2) if n * items <= num_sms), 1))
+        return replace(table.hopper.many, value_slices=2 if 2 * items <= num_sms else 1)
     if table.rows16 is None or (arch != "interpreter" and items16 <= num_sms // 8):
         return table.few
     rows64 = table.rows64
@@ -353,9 +349,8 @@ def plan_prefill(
     Raises:
         ValueError: an argument the kernels cannot serve, by name.
     """
-    for name, value, least in (("num_tokens", num_tokens, 0), ("batch_size", batch_size, 0), ("max_seq_len", max_seq_len, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r} must be an int >= {least}")
+    for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size), ("max_seq_len", max_seq_len)):
+        _check_int(name, value, 0)
     if isinstance(num_heads, bool) or not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_NUM_HEADS:
         raise ValueError(f"num_heads={num_heads!r} must be an int from 1 to {MAX_NUM_HEADS}")
     check_head_dims(qk_nope_head_dim, qk_rope_head_dim, v_head_dim)

@@ -156,7 +156,7 @@ class Schedule:
         block_k: latent columns of a product in the scores kernel (two phases).
         score_warps: warps of the scores kernel (two phases).
         pdl: programmatic dependent launch between the kernels of a call (sm_90 and newer).
-        value_slices: programs that share the value columns of a work item, each of which computes all its scores ("hopper").
+        value_slices: programs, 1 or 2, that share the value columns of a work item, each of which computes all its scores ("hopper").
     """
 
     form: Form = "one_pass"
@@ -173,7 +173,7 @@ class Schedule:
         if self.form not in get_args(Form):
             raise ValueError(f"form={self.form!r} must be one of {get_args(Form)}")
         for name, allowed in (("block_rows", (16, 32, 64, 128)), ("num_warps", (1, 2, 4, 8)), ("score_warps", (1, 2, 4, 8)),
-                              ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512)), ("value_slices", (1, 2, 4))):
+                              ("block_v", (16, 32, 64, 128, 256, 512)), ("block_k", (16, 32, 64, 128, 256, 512)), ("value_slices", (1, 2))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {allowed}")
         _positive_int("num_stages", self.num_stages, "a positive int")
@@ -226,7 +226,7 @@ class HopperSchedules:
 
     def all(self) -> list[Schedule]:
         """With the other row tiles and value slices that are taken of them."""
-        return [self.phases, replace(self.phases, block_rows=64), self.few, *(replace(self.many, value_slices=n) for n in (1, 2, 4))]
+        return [self.phases, replace(self.phases, block_rows=64), self.few, *(replace(self.many, value_slices=n) for n in (1, 2))]
 
 
 @dataclass(frozen=True)

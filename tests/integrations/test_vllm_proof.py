@@ -98,6 +98,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
         return proof.subprocess.Popen(command)
 
     monkeypatch.setattr(proof, "_start", start)
+    monkeypatch.setattr(proof, "needs", lambda: "")
     monkeypatch.setattr(proof, "make_model", lambda folder, v3_shape: folder.mkdir())
     arguments = ["--engines", "ours,triton_mla,ours_v3_shape", "--folder", str(tmp_path / "work"), "--out", str(tmp_path / "records"), "--limit", "60"]
     assert proof.main(arguments) == 0
@@ -112,6 +113,16 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert len(data["rows"]) == 4 and data["engines"]["ours"]["throughput"] and "ours_small_cache" in data["engines"]
     assert proof.main([*arguments, "--no-compare"]) == 0
     assert [row["engine"] for row in json.loads(record.read_text())["rows"]].count("ours_v3_shape") == 1
+
+
+def test_what_it_needs_is_told_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    for installed, said in ((None, "engines of vLLM, which is not installed here"), (object(), "needs a CUDA device")):
+        monkeypatch.setattr(proof.importlib.util, "find_spec", lambda name, installed=installed: installed)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        with pytest.raises(SystemExit):
+            proof.main(["--folder", str(tmp_path / "work"), "--out", str(tmp_path / "records")])
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_engine_is_refused(capsys):

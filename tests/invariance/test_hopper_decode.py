@@ -13,7 +13,7 @@ from triton_mla.tuning import ARCHITECTURES, Schedule, arch_of
 
 pytestmark = pytest.mark.gpu
 MANY = ARCHITECTURES["sm_90"].hopper.many
-SLICED = [replace(MANY, value_slices=slices) for slices in (2, 4)]
+SLICED = [replace(MANY, value_slices=2)]
 FEW = [Schedule("hopper_few", 16, num_warps=8, pdl=True)]
 FEW += [Schedule("hopper_two_phase", rows, num_warps=8, num_stages=2, pdl=True) for rows in (16, 32, 64)]
 # Tiles of a split from none to all of a ring of three and more; empty rows; splits that end within a tile.

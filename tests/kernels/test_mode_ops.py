@@ -283,3 +283,58 @@ def test_cuda_graph(device):
     captured.zero_()
     graph.replay()
     assert_bitwise_equal(captured, expected)
+
+
+def test_a_matrix_that_requires_grad_by_a_batch(mla):
+    """torch multiplies the transposed ones; here rows of the matrix stay rows, whose bits neither their number nor the gradient changes."""
+    K = 6144  # cut in parts where there are few columns, which the rows would be
+    chance = torch.Generator().manual_seed(3)
+    x, w = (torch.randn(*shape, generator=chance).to(mla.device) for shape in ((2600, K), (2, K, 3)))
+    if mla.device.type == "cpu":
+        x = x[:40]  # bits of one interpreted product; the form of it is what is seen here
+    with batch_invariant_mode(strict=True):
+        plain = x @ w
+        learned = torch.nn.Parameter(x.clone())
+        assert_bitwise_equal((learned @ w).detach(), plain)
+        with torch.no_grad():
+            assert_bitwise_equal(learned @ w, plain)
+            assert_bitwise_equal(learned[:2] @ w, plain[:, :2])
+        (learned @ w).sum().backward()
+    torch.testing.assert_close(learned.grad, w.sum((0, 2)).expand_as(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_is_no_column(mla, monkeypatch):
+    seen = []
+    monkeypatch.setattr(products, "matmul", lambda a, b, real=products.matmul: (seen.append((a.shape[-2], b.shape[-1])), real(a, b))[1])
+    with batch_invariant_mode(strict=True), torch.no_grad():
+        torch.nn.Parameter(torch.ones(7, 16, device=mla.device)) @ torch.ones(2, 16, 3, device=mla.device)
+    assert seen == [(7, 3)]
+
+
+@pytest.mark.parametrize("factor", ["alpha", "beta"])
+def test_complex_factors_are_torchs_error(mla, factor):
+    a, b, c = (torch.ones(4, 4, device=mla.device) for _ in range(3))
+    for strict in (False, True):
+        with batch_invariant_mode(strict=strict), pytest.raises(RuntimeError):
+            torch.addmm(c, a, b, **{factor: 1j})
+
+
+@pytest.mark.parametrize("chain", [torch.linalg.multi_dot, lambda matrices, out: torch.chain_matmul(*matrices, out=out)], ids=["multi_dot", "chain_matmul"])
+def test_chains_into_out_lose_no_gradient(mla, chain):
+    a, b, c = (torch.ones(4, 4, device=mla.device) for _ in range(3))
+    with batch_invariant_mode(strict=True):
+        chain([a, b, c], out=torch.empty(4, 4, device=mla.device))
+        with pytest.raises(RuntimeError, match="out=.*automatic differentiation"):
+            chain([a.requires_grad_(), b, c], out=torch.empty(4, 4, device=mla.device))
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (2, 3, 16)])
+def test_linear_gives_no_view(mla, shape):
+    """So that it may be changed in place where torch's may."""
+    x, w, parameter = torch.ones(shape, device=mla.device), torch.ones(8, 16, device=mla.device), torch.ones(8, device=mla.device, requires_grad=True)
+    with batch_invariant_mode(strict=True):
+        with torch.no_grad():
+            hidden = F.linear(x, w)
+        assert not hidden._is_view()
+        hidden += parameter
+        F.linear(x, w.requires_grad_()).detach_()

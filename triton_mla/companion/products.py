@@ -148,7 +148,7 @@ def _indices(name: str, value: object, like: torch.Tensor, dtype: torch.dtype, s
     if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.device != like.device:
         what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{name}={what} must be a tensor of {dtype} on {like.device}")
-    checks.shape(name, checks.forward_only(name, checks.strided(name, value)), shape, why)
+    checks.shape(name, checks.forward_only(name, checks.as_stored(name, value)), shape, why)
     return value.contiguous()
 
 

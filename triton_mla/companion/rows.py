@@ -5,6 +5,7 @@ The order of additions is `row_order(N)`, a function of the row's length alone.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -113,7 +114,7 @@ def rms_norm(
         checks.shape("weight", weight, (shape[-1],), "one factor for each column of x")
         weight = weight.contiguous()
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= torch.finfo(torch.float32).max:
-        raise ValueError(f"eps={eps!r} must be a finite number of fp32 of at least 0")
+        raise ValueError(f"eps={reprlib.repr(eps)} must be a finite number of fp32 of at least 0")
     if residual is not None:
         floats("residual", residual, device=x.device, dtypes=(x.dtype,))
         checks.shape("residual", residual, tuple(shape), "one value for each of x")
@@ -247,12 +248,18 @@ def start(
         launch(kernel, (facts, kinds, tuple(constants.values()), num_warps), grid, (*tensors, *numbers), constants, {"num_warps": num_warps})
 
 
+def _tile(tile: RowTile | None) -> RowTile | None:
+    if tile is not None and not isinstance(tile, RowTile):
+        raise ValueError(f"tile={reprlib.repr(tile)} must be a RowTile, or None")
+    return tile
+
+
 def _launch_rows(
     kernel: Any, order: RowOrder, tile: RowTile | None, tensors: tuple[torch.Tensor, ...], strides: tuple[int, ...], shape: torch.Size,
     flags: dict[str, Any] | None = None, scalars: tuple[float, ...] = (),
 ) -> None:
     num_rows, N = shape
-    tile = tile or tile_for(num_rows, order)
+    tile = _tile(tile) or tile_for(num_rows, order)
     constants = {**(flags or {}), "ROWS": tile.rows, "PARTS": order.parts, "WIDTH": order.width, "CHUNKS": order.chunks, "SINGLE": order.single,
                  "EMULATE_BF16": emulate_bf16(tensors[1])}
     start(kernel, (triton.cdiv(num_rows, tile.rows), 1), tensors, (*strides, num_rows, N, order.length, *scalars), constants, tile.num_warps)
@@ -273,7 +280,7 @@ def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None, tile: RowTile
     rows = as_rows(moved)
     num_rows, N = rows.shape
     order = row_order(N)
-    tile = tile or (tile_for(num_rows, order) if INTERPRETED or num_rows > FEW_ROWS or order.single else RowTile(1, 1, split=True))
+    tile = _tile(tile) or (tile_for(num_rows, order) if INTERPRETED or num_rows > FEW_ROWS or order.single else RowTile(1, 1, split=True))
     if not tile.split:
         _launch_rows(softmax_kernel, order, tile, (rows, out), (rows.stride(0),), rows.shape, {"LOG": log})
     else:

@@ -8,10 +8,10 @@ value columns:
     0   S0 = Q K0;  reference and weights P0 -> 1;             O += P0 (registers) V0;  wait for P1;            O += P1 V1
     1   S1 = Q K1;  wait for P0;  O += P0 V0 meanwhile reference and weights P1 -> 0;   O += P1 (registers) V1;  row sums of both
 
-With SLICES = 2 or 4 that many programs share the value columns of an item, and each makes all of its scores: a warpgroup has 256 / SLICES of
-them. What it costs in products it gains in time, while there are programs to spare: the other columns of K can be replaced as soon as the
-scores are made. Programs take *units*: unit u is slice u % SLICES of item u // SLICES, so that the slices of an item run side by side and its
-latent rows come from memory once.
+With SLICES = 2 two programs share the value columns of an item, and each makes all of its scores: a warpgroup has 256 / SLICES of them. What it
+costs in products it gains in time, while there are programs to spare: the other columns of K can be replaced as soon as the scores are made.
+Programs take *units*: unit u is slice u % SLICES of item u // SLICES, so that the slices of an item run side by side and its latent rows come
+from memory once.
 
 Shared memory, in bytes of 16-bit data: Q 64 K, its rope columns 8 K, where P1 goes once they are in registers, K 2 x 64 K, its rope columns
 2 x 8 K, P0 8 K, row values, ones and barriers 2 K: all of what one program can have.

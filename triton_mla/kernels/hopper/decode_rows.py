@@ -73,14 +73,11 @@ def row_values(sums):
 
 @gluon.jit
 def chunk(acc, C: gl.constexpr):
-    """Columns 64 C to 64 C + 63 of [64, 64 to 256]. No data move."""
-    if acc.shape[1] == 64:
-        return acc
-    else:
-        a, b = halves(acc)
-        if acc.shape[1] == 256:
-            a, b = halves(a if C < 2 else b)
-        return gl.convert_layout(a if C % 2 == 0 else b, SCORES, assert_trivial=True)
+    """Columns 64 C to 64 C + 63 of [64, 128 or 256]. No data move."""
+    a, b = halves(acc)
+    if acc.shape[1] == 256:
+        a, b = halves(a if C < 2 else b)
+    return gl.convert_layout(a if C % 2 == 0 else b, SCORES, assert_trivial=True)
 
 
 @gluon.jit
@@ -169,9 +166,8 @@ def close_split(acc, ref, total, rest, rows, split, W: gl.constexpr, HEADS: gl.c
                 third = gl.load(scratch + 2 * (ROWS * 64))
                 put(merged(chunk(acc, 1), second, keep, weight, empty), 1, final, inverse, scratch, out, out_inside)
                 put(merged(chunk(acc, 2), third, keep, weight, empty), 2, final, inverse, scratch, out, out_inside)
-            if CHUNKS > 1:
-                LAST: gl.constexpr = CHUNKS - 1
-                put(merged(chunk(acc, LAST), gl.load(scratch + LAST * (ROWS * 64)), keep, weight, empty), LAST, final, inverse, scratch, out, out_inside)
+            LAST: gl.constexpr = CHUNKS - 1
+            put(merged(chunk(acc, LAST), gl.load(scratch + LAST * (ROWS * 64)), keep, weight, empty), LAST, final, inverse, scratch, out, out_inside)
         else:
             for c in gl.static_range(CHUNKS):
                 put(chunk(acc, c), c, final, inverse, scratch, out, out_inside)

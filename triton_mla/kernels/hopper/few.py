@@ -1,7 +1,7 @@
 """Decode and extend for few work items on Hopper: 512 latent and 64 rope columns, 16 bits, row tiles of 16. The bits are those of
 kernels/one_pass.py.
 
-A program is one row tile and every so manieth of its splits: eight warps that compute, by mma.sync, and one that issues all copies, across
+A program is one row tile and one of its splits, or every n-th: eight warps that compute, by mma.sync, and one that issues all copies, across
 splits (few_copies.py). Q lies in registers as left operands, 144 a thread. K tiles of 64 tokens pass through a ring of three, 216 KB of shared
 memory; a tile is K in one step and V in the next. The step of tile i is
 
@@ -51,7 +51,7 @@ def row_maxima(s, maxima, ROWS: gl.constexpr):
     """Maxima [ROWS] of scores whose columns are spread over warps: through shared memory those of eight columns each, one barrier."""
     ALL: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0]], lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[0, 0], [0, 0], [16 if ROWS == 32 else 0, 0]], block_bases=[], shape=[ROWS, 8])
+        warp_bases=[[0, 0], [0, 0], [0, 0]], block_bases=[], shape=[ROWS, 8])
     maxima.store(gl.max(gl.reshape(s, [ROWS, 8, 8]), 2))
     return gl.convert_layout(gl.max(maxima.load(ALL), 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
