@@ -1,5 +1,7 @@
 """torch's ops in batch_invariant_mode: the bits of the companion ops, each row as if it were alone, right in every form."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -338,3 +340,25 @@ def test_linear_gives_no_view(mla, shape):
         assert not hidden._is_view()
         hidden += parameter
         F.linear(x, w.requires_grad_()).detach_()
+
+
+def test_a_thread_without_the_mode_has_torchs_gradients(mla):
+    """torch's own composed ops, whatever another thread has put in their place."""
+    a, b = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(mla.device) for shape in ((5, 32), (32, 7)))
+    results = []
+
+    def work():
+        for op in (torch.nn.functional.linear, lambda x, w: w @ x.t().expand(2, -1, -1), lambda x, w: torch.linalg.multi_dot([x, w.t(), w])):
+            w = b.t().clone().requires_grad_()
+            op(a, w).sum().backward()
+            results.append(w.grad)
+
+    with batch_invariant_mode(strict=True):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    other, results = results, []
+    work()
+    assert len(other) == len(results) == 3
+    for got, expected in zip(other, results, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -491,25 +491,3 @@ def test_gradients(device, calls):
     assert {"matmul", "linear", "softmax", "log_softmax", "mean"} <= {name for _, name in calls}
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-
-
-def test_a_thread_without_the_mode_has_torchs_gradients(pair):
-    """torch's own composed ops, whatever another thread has put in their place."""
-    a, b = (t.float() for t in pair)
-    results = []
-
-    def work():
-        for op in (torch.nn.functional.linear, lambda x, w: w @ x.t().expand(2, -1, -1), lambda x, w: torch.linalg.multi_dot([x, w.t(), w])):
-            w = b.t().clone().requires_grad_()
-            op(a, w).sum().backward()
-            results.append(w.grad)
-
-    with batch_invariant_mode(strict=True):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    other, results = results, []
-    work()
-    assert len(other) == len(results) == 3
-    for got, expected in zip(other, results, strict=True):
-        torch.testing.assert_close(got, expected)
