@@ -81,7 +81,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "TRITON_MLA_KV_SPLIT",
         "kv_split",
-        "a positive multiple of the KV tile",
+        "a multiple of the KV tile, 64, up to 65536",
         str(DEFAULT_ORDER.kv_split),
         "Tokens between two cuts of a KV sequence. It is part of the reduction order: another value gives other bits.",
     ),
