@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .assembly import pack_pairs, unpack_pairs, wait_for_grid
 from .copies import SHARED
 from .decode_copies import BARRIERS, K_EMPTY, K_FULL, NEXT_READY, Q_EMPTY, Q_FULL, REST0_READY, ROPE_FULL, SUM_READY, producer
 from .decode_relay import LEFT, mask_scores, relay_0, relay_1
@@ -47,14 +48,14 @@ def qk_start(q, k, bars, phase, z, T: gl.constexpr):
 
 @gluon.jit
 def pack(x):
-    """16-bit values in pairs, as int32. Carried through a loop one by one, ptxas may give each a register, and spills them."""
+    """Neighbouring columns as one int32."""
     a, b = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    return gl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+    return pack_pairs(a, b)
 
 
 @gluon.jit
 def unpack(x, DTYPE: gl.constexpr):
-    a, b = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+    a, b = unpack_pairs(x)
     return gl.convert_layout(gl.reshape(gl.join(a, b), [x.shape[0], x.shape[1] * 2]).to(DTYPE, bitcast=True), LEFT, assert_trivial=True)
 
 
@@ -185,7 +186,7 @@ def hopper_decode_kernel(
     for i in gl.static_range(BARRIERS if WITH_LSE else REST0_READY):
         mbarrier.init(bars[i], count=2 if i == Q_EMPTY or (SLICES > 1 and (i == K_EMPTY or i == K_EMPTY + 2)) else 1)
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+        wait_for_grid(zero)
     WORK = (PARTIALS + work_at.to(gl.int64) * ROWS).to(gl.pointer_type(gl.int32))
     rows = (OUT, LSE, PARTIALS, WORK, fold_at, num_heads, num_splits, num_rows, stride_out_token, stride_out_head, zero)
     gl.warp_specialize([

@@ -13,34 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .assembly import border, pass_turn, rescale, wait_for_grid, wait_turn
 from .copies import SHARED, producer
 from .registers import SCORES, TILE, full_like
 from .rows import load_acc, load_sums, mask_last, record_tiles, store_item
-from .softmax import add_sums, first_step, operand, rescale, step
-
-# Named barriers of 256 threads pass the turn: warpgroup w waits at 8 + w, and hands over by arriving at 9 - w. The compiler numbers its own from 0.
-WAIT_TURN = gl.constexpr(tuple(f"{{ bar.sync {8 + w}, 256; mov.u32 $0, $1; }}" for w in (0, 1)))
-PASS_TURN = gl.constexpr(tuple(f"{{ bar.arrive {9 - w}, 256; mov.u32 $0, $1; }}" for w in (0, 1)))
-# The border of a basic block: without it ptxas hoists the wait for PV above the softmax. The sleeps never run, but cannot be removed.
-BORDER = gl.constexpr("{ .reg .pred p; setp.eq.s32 p, $1, 0; @p bra SKIP; " + "nanosleep.u32 1000; " * 12 + "SKIP: mov.u32 $0, $1; }")
-
-
-@gluon.jit
-def run(ASM: gl.constexpr, zero):
-    """Assembly for its effect: an elementwise operation has to return something."""
-    gl.inline_asm_elementwise(ASM, "=ref,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_turn(W: gl.constexpr, zero):
-    ASM: gl.constexpr = WAIT_TURN[W]
-    run(ASM, zero)
-
-
-@gluon.jit
-def pass_turn(W: gl.constexpr, zero):
-    ASM: gl.constexpr = PASS_TURN[W]
-    run(ASM, zero)
+from .softmax import add_sums, first_step, operand, step
 
 
 @gluon.jit
@@ -78,7 +55,7 @@ def turn(acc, total, ref, alpha, weights, tile, last, n, buffers, barriers, scal
     ref, alpha, p = step(s, ref, scale)
     total = add_sums(total, alpha, p)
     following = operand(p, v.dtype)
-    run(BORDER, zero)
+    border(zero)
     acc, weights, following = warpgroup_mma_wait(0, deps=[acc, weights, following])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     return acc, total, ref, alpha, following, tile
@@ -177,7 +154,7 @@ def hopper_prefill_kernel(
     )
     barriers = (pair(1), pair(1), pair(1), pair(2), pair(1), pair(2), pair(1), pair(2))
     # what the kernel before stores is read from here on
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_grid(zero)
     rows = (OUT, LSE, REFERENCE, TOTAL, ACC, num_heads, stride_out_token, stride_out_head, stride_lse)
     gl.warp_specialize([
         (consumer, (rows, scale_log2, zero, buffers, barriers, 0, RESUME, KEEP, WITH_LSE)),
