@@ -229,14 +229,13 @@ def runner_of(vllm_config: Any) -> Any:
     raise RuntimeError("this engine's model runner is not known: triton_mla.integrations.vllm.register() must have run before the worker's init_device")
 
 
-def prompt_lens(runner: Any, common: Any) -> torch.Tensor:
-    """[num_reqs] tokens of each row's original prompt, on the host; rows of padding may have any value."""
+def prompt_lens(runner: Any, common: Any) -> Any:
+    """[num_reqs] tokens of each row's original prompt, in numpy on the host; rows of padding may have any value."""
     if not hasattr(runner, "req_states"):
-        tensor: torch.Tensor = runner.input_batch.num_prompt_tokens_cpu_tensor
-        return tensor[: common.num_reqs]
-    lens = torch.zeros(common.num_reqs, dtype=torch.int32)
+        return runner.input_batch.num_prompt_tokens[: common.num_reqs]
+    lens = torch.zeros(common.num_reqs, dtype=torch.int32).numpy()
     if common.req_idx is not None:
-        lens[: len(common.req_idx)] = torch.from_numpy(runner.req_states.prompt_len.np[common.req_idx])
+        lens[: len(common.req_idx)] = runner.req_states.prompt_len.np[common.req_idx]
     return lens
 
 
