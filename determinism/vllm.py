@@ -25,7 +25,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from determinism.vllm_engine import ENGINES, OURS, Engine, child, compare, make_model
+from determinism.vllm_engine import ENGINES, OURS, ROUNDS, Engine, child, compare, make_model
 from triton_mla.fingerprint import VLLM, source_digest, source_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,12 +61,16 @@ def run_engines(engines: Sequence[Engine], folder: Path, args: argparse.Namespac
         processes = {engine.name: _start(engine, folder, args) for engine in group}
         while time.monotonic() < deadline and any(p.poll() is None and _read(folder, n).get("state") != "compared" for n, p in processes.items()):
             time.sleep(0.5)
-        for name, process in processes.items():
-            if process.poll() is None and _read(folder, name).get("state") == "compared":
-                print(f"[{args.limit - deadline + time.monotonic():.0f} s] throughput of {name}", flush=True)
-                (folder / f"{name}.go").touch()
-                while time.monotonic() < deadline and process.poll() is None:
-                    time.sleep(0.2)
+        for round in range(ROUNDS):
+            for name, process in processes.items():
+                if process.poll() is None and _read(folder, name).get("state") == (f"measured {round - 1}" if round else "compared"):
+                    print(f"[{args.limit - deadline + time.monotonic():.0f} s] throughput of {name}, round {round + 1}", flush=True)
+                    (folder / f"{name}.go{round}").touch()
+                    while time.monotonic() < deadline and process.poll() is None and _read(folder, name).get("state") != f"measured {round}":
+                        time.sleep(0.2)
+        for process in processes.values():  # what has been measured ends by itself
+            while time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.2)
         for process in processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # with the workers that it started
@@ -75,7 +79,7 @@ def run_engines(engines: Sequence[Engine], folder: Path, args: argparse.Namespac
 
 
 def _start(engine: Engine, folder: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
-    for left in (folder / f"{engine.name}.json", folder / f"{engine.name}.go"):
+    for left in (folder / f"{engine.name}.json", *[folder / f"{engine.name}.go{round}" for round in range(ROUNDS)]):
         left.unlink(missing_ok=True)  # of an earlier run in this folder
     model = args.model or str(folder / engine.model)
     command = [sys.executable, "-m", "determinism.vllm", "--child", engine.name, "--folder", str(folder), "--model", model, "--tp", str(args.tp)]
@@ -202,7 +206,7 @@ def _merged(folder: Path, rows: Sequence[Any], left: Mapping[str, Mapping[str, A
     old = old if old.get("source_digest") == digest else {}
     engines = {name: dict(data) for name, data in old.get("engines", {}).items()}
     for name, data in left.items():
-        engines.setdefault(name, {}).update({key: data[key] for key in ("info", "seconds_to_start", "throughput") if data.get(key)})
+        engines.setdefault(name, {}).update({key: data[key] for key in ("info", "seconds_to_start", "rounds", "throughput") if data.get(key)})
     rows = [row for row in old.get("rows", []) if row["engine"] not in compared] + list(rows)
     record = {"created": day, "passed": all(row["passed"] for row in rows), "source_digest": digest, "sources": source_files(VLLM), "rows": rows,
               "engines": engines, "aims": aims_of(engines)}

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from determinism import vllm as proof
+from determinism import vllm_engine
 from determinism.vllm_engine import CONTROL, ENGINES, OURS, Engine, compare, prompts
 
 ROW = {"pairs": 4, "mismatches": 0, "requests": 2, "requests_hit": 0, "max_difference": 0.0, "row": "a row", "needs": {}}
@@ -85,9 +86,11 @@ def save(state):
     (folder / f"{name}.tmp").replace(folder / f"{name}.json")
 if sys.argv[4] == "1":
     save("compared")
-    while not (folder / f"{name}.go").exists():
-        time.sleep(0.05)
-    data["throughput"] = {"4096 x 1": {"tokens_per_second": 1.0, "ms_per_step": 1.0, "prefill_seconds": 1.0}}
+    for round in range(3):
+        while not (folder / f"{name}.go{round}").exists():
+            time.sleep(0.05)
+        data["throughput"] = {"4096 x 1": {"tokens_per_second": round + 1.0, "ms_per_step": 1.0, "prefill_seconds": 1.0}}
+        save(f"measured {round}")
 save("done")
 """
 
@@ -103,7 +106,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     arguments = ["--engines", "ours,triton_mla,ours_v3_shape", "--folder", str(tmp_path / "work"), "--out", str(tmp_path / "records"), "--limit", "60"]
     assert proof.main(arguments) == 0
     out = capsys.readouterr().out
-    assert "| ours | a row | 0 of 2 |" in out and "differs, as it must" in out and "| triton_mla | 4096 x 1 | 1.0 |" in out
+    assert "| ours | a row | 0 of 2 |" in out and "differs, as it must" in out and "| triton_mla | 4096 x 1 | 3.0 |" in out
     (record,) = (tmp_path / "records").glob("nvidia_h200_*.json")
     data = json.loads(record.read_text())
     assert data["passed"] and len(data["rows"]) == 3 and data["sources"] and data["source_digest"]
@@ -129,3 +132,16 @@ def test_an_unknown_engine_is_refused(capsys):
     with pytest.raises(SystemExit):
         proof.main(["--engines", "ours,theirs"])
     assert "theirs" in capsys.readouterr().err
+
+
+def test_throughput_is_the_median_of_rounds(tmp_path):
+    """The long contexts, whose prompts take seconds to read, are measured once."""
+    run = vllm_engine.Run.__new__(vllm_engine.Run)
+    run.data, asked = {}, []
+    run._steady = lambda context, size: (asked.append((context, size)), {"tokens_per_second": (5.0, 9.0, 6.0)[(len(asked) - 1) // 3 % 3]})[1]
+    for round in range(vllm_engine.ROUNDS):
+        run.throughput(round)
+    assert asked == [(4096, 1), (4096, 32), (32768, 1), (32768, 32)] + 2 * [(4096, 1), (4096, 32)]
+    assert [len(cells) for cells in run.data["rounds"].values()] == [3, 3, 1, 1]
+    medians = {key: sorted(one["tokens_per_second"] for one in cells)[len(cells) // 2] for key, cells in run.data["rounds"].items()}
+    assert {key: cell["tokens_per_second"] for key, cell in run.data["throughput"].items()} == medians
