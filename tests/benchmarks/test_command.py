@@ -18,8 +18,8 @@ from benchmarks.runner import Measured
 from benchmarks.timing import Timing
 from triton_mla import cli
 
-RESULTS = [path for path in sorted((Path(report.__file__).parent / "results").glob("*.json")) if not path.stem.endswith("_products")]
-"""Of the command; benchmarks.products writes files of its own."""
+RESULTS = [path for path in sorted((Path(report.__file__).parent / "results").glob("*.json")) if not path.stem.endswith(("_products", "_sustained"))]
+"""Of the command; benchmarks.products and benchmarks.sustained write files of their own."""
 Bench = Callable[..., tuple[int, dict[str, Any]]]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from determinism import record
 from triton_mla import verification
-from triton_mla.fingerprint import MODEL, source_digest, source_files
+from triton_mla.fingerprint import MODEL, VLLM, source_digest, source_files
 from triton_mla.verification import golden
 from triton_mla.verification.report import CheckResult, ControlResult, Report
 
@@ -76,6 +76,16 @@ def test_a_split_model_is_not_the_whole_one(tmp_path: Path, with_model: None, ca
     assert "of split model among 3" in out and "--tensor-parallel 2" in out and "of model among" not in out
 
 
+def test_the_record_of_vllm_is_compared_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store(tmp_path, "gpu_2030-01-02.json")
+    (tmp_path / "vllm").mkdir()
+    for digest, code in ((source_digest(VLLM), 0), (source_digest(), 1)):
+        store(tmp_path, "vllm/gpu_2030-01-02.json", source_digest=digest, sources={**source_files(VLLM), "plan.py": "0"} if code else source_files(VLLM))
+        assert record.main(["--check", "--folder", str(tmp_path)]) == code
+        out = capsys.readouterr().out
+        assert ("vllm/gpu_2030-01-02.json: OF OTHER SOURCES; changed since: plan.py" in out and "`python -m determinism.vllm`" in out) == bool(code)
+
+
 def test_one_passing_record_of_these_sources_suffices(tmp_path: Path, with_model: None, capsys: pytest.CaptureFixture[str]) -> None:
     store(tmp_path, "gpu_2030-01-02.json")
     store(tmp_path, "gpu_2029-01-02.json", source_digest="0")
@@ -86,6 +96,7 @@ def test_one_passing_record_of_these_sources_suffices(tmp_path: Path, with_model
 @pytest.fixture
 def gpu_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what the run on the GPU and the tests there give."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     def arrange(run: Report, tests: dict[str, Any] | None = None) -> None:
         monkeypatch.setattr(verification, "run", lambda *args, **options: run)
@@ -111,6 +122,13 @@ def test_write_and_check(tmp_path: Path, gpu_run: Any) -> None:
     assert data["passed"] and data["tests"]["passed"] == 40 and data["checks"][0]["comparisons"] == 3
     assert golden.load("sm_90", digests_of(tmp_path)) == {"p": {"outputs": {"decode": "x"}}}
     assert record.main(["--check", "--folder", str(tmp_path)]) == 0
+
+
+def test_writing_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        write(tmp_path)
+    assert "--write needs a CUDA device" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_counts_of_a_run_before(tmp_path: Path, gpu_run: Any) -> None:

@@ -63,7 +63,7 @@ def test_strict_refuses_what_would_fall_through(device, what, caplog, monkeypatc
     said = [record.getMessage() for record in caplog.records]
     assert len(set(said)) == len(said) and all(word in said[0] for word in words), said  # torch's sparse mm asks addmm in turn
     for value in result:  # torch makes some of them of products, which the mode answers; cuDNN's is without TF32 in the mode
-        assert torch.equal(value, plain) if what not in ("bilinear", "cdist of many", "conv_tbc", "lstm") else torch.allclose(value, plain, atol=1e-3)
+        assert torch.equal(value, plain) if what not in ("bilinear", "cdist of many", "conv_tbc", "lstm") else torch.allclose(value, plain, atol=1e-2)
 
 
 def test_a_traced_convolution_is_refused(device):
