@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from benchmarks.report import origin
 from benchmarks.timing import Replay, Timing, interleaved
 from triton_mla.companion import bmm, linear, log_softmax, rms_norm, softmax
 
@@ -154,7 +155,7 @@ def main() -> None:
         parser.error("it needs a CUDA device, and torch sees none")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_cell, CELLS, chunksize=4))
-    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": list(rows(args.repeats))}
+    results = {**origin(), "rows": list(rows(args.repeats))}
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -16,7 +16,7 @@ import triton
 import triton_mla
 from benchmarks.peers import Peers
 from triton_mla.cli.text import columns
-from triton_mla.fingerprint import source_digest
+from triton_mla.fingerprint import MODEL, source_digest
 
 
 def header(peers: Peers, ceilings: Mapping[str, float], repeats: int, flush: str) -> dict[str, Any]:
@@ -40,6 +40,12 @@ def header(peers: Peers, ceilings: Mapping[str, float], repeats: int, flush: str
         "flush": flush,
         "times": "CUDA graph replays, implementations in turn, L2 flushed before each; us_spread is p90 - p10",
     }
+
+
+def origin() -> dict[str, Any]:
+    """Of a result file that is not of the command: device, versions, date and digest of the sources that a model takes."""
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "kernel_sources": source_digest(MODEL),
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")}
 
 
 def default_path(gpu: str, suite: str) -> Path:

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.peers import Peers, Unavailable
 from benchmarks.registry import REGISTRY
+from benchmarks.report import origin
 from benchmarks.timing import Replay
 from benchmarks.workloads import parse
 from triton_mla.cli.text import columns
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     heads = ["workload", "impl", "us_cold", "us_sustained", "tflops_sustained", "tb_per_s_sustained", "watts", "mhz"]
     print(columns([heads, *[[str(row.get(head, "")) for head in heads] for row in rows]]))
     if args.json is not None:
-        header = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "seconds": args.seconds, "peer_files": peers.digests()}
+        header = {**origin(), "seconds": args.seconds, "peer_files": peers.digests()}
         args.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
