@@ -86,6 +86,19 @@ def test_a_lost_gradient_is_refused(device, op):
         value.requires_grad_(False)
 
 
+@pytest.mark.parametrize("op", ["mla_decode", "matmul"])
+def test_a_call_below_autograd_does_not_stand_for_one_above(device, op):
+    """Both remember the arguments that they have checked, and whether gradients were recorded is one of the facts."""
+    call, tensors, others = {**cases(device), **attention_cases(device)}[op]
+    tensors.pop("out", None)
+    next(iter(tensors.values())).requires_grad_()
+    for _ in range(2):
+        with torch._C._AutoDispatchBelowAutograd():
+            call(**tensors, **others)
+        with pytest.raises(ValueError, match="requires grad"):
+            call(**tensors, **others)
+
+
 def test_every_op_is_here():
     assert set(cases("cpu")) == set(C.__all__)
 
