@@ -115,6 +115,14 @@ def modules(version: str) -> dict[str, ModuleType]:
            AttentionMetadataBuilder=AttentionMetadataBuilder)
     module("vllm.v1.attention.backends.registry", AttentionBackendEnum=AttentionBackendEnum, register_backend=register_backend)
     module("vllm.model_executor.layers.attention.mla_attention", MLACommonBackend=MLACommonBackend, MLACommonImpl=MLACommonImpl, new=new)
+    if not new:
+        def matmul_persistent(a, b, bias=None):
+            raise AssertionError("vLLM's own product")
+
+        def linear_batch_invariant(input, weight, bias=None):
+            return made["vllm.model_executor.layers.batch_invariant"].matmul_persistent(input, weight.t())
+
+        module("vllm.model_executor.layers.batch_invariant", matmul_persistent=matmul_persistent, linear_batch_invariant=linear_batch_invariant)
     module("vllm.v1.executor.abstract", Executor=Executor)
     module("vllm.v1.worker.worker_base", WorkerWrapperBase=WorkerWrapperBase)
     made["vllm"].__spec__ = importlib.machinery.ModuleSpec("vllm", None)

@@ -1,13 +1,15 @@
 """What an engine compares and measures, on a stand-in for vLLM whose outputs follow from the prompt, the batch if asked, and the cache if asked."""
 
 import json
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from determinism.vllm_engine import ENGINES, Engine, Run
+from determinism import vllm_engine
+from determinism.vllm_engine import ENGINES, Engine, FastestCore, Run
 
 
 class Llm:
@@ -106,9 +108,22 @@ def test_an_engine_that_follows_the_cache_is_seen(start):
     assert all(row["mismatches"] for row in rows.values()), rows
 
 
+def test_steps_are_made_on_the_fastest_core(monkeypatch):
+    on, all_cores = [], {0, 1, 2}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: all_cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: on.append(set(cores)))
+    monkeypatch.setattr(vllm_engine, "_fixed_loop", lambda: (0.3, 0.1, 0.2)[next(iter(on[-1]))])
+    with FastestCore() as core:
+        core.take()
+        assert on[-1] == {1}
+    assert on[-1] == all_cores
+
+
 def test_throughput(start):
     run = start(Engine("fast", "CUSTOM", (), throughput=True))
-    run.throughput()
+    cores = os.sched_getaffinity(0)
+    run.throughput(0)
+    assert os.sched_getaffinity(0) == cores
     assert set(run.data["throughput"]) == {"4096 x 1", "4096 x 32", "32768 x 1", "32768 x 32"}
     assert all(cell["tokens_per_second"] > 0 and cell["ms_per_step"] >= 0 for cell in run.data["throughput"].values())
     assert run.llm.options["kv_cache_memory_bytes"] == 8 << 30 and run.llm.options["attention_config"] == {"backend": "CUSTOM"}

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
-from test_vllm_fakes import VERSIONS, FakeEngine, RunnerV1, RunnerV2, VllmConfig, backend_enum, install, layer_arguments
+from test_vllm_fakes import VERSIONS, FakeEngine, RunnerV1, RunnerV2, VllmConfig, backend_enum, eighths, install, layer_arguments
 
+from triton_mla.companion import linear
 from triton_mla.errors import UnsupportedError
 from triton_mla.integrations.vllm import adapter, register
 from triton_mla.integrations.vllm.decision import Decision
@@ -215,6 +216,39 @@ def test_projections_take_one_kernel_under_the_flag(version, monkeypatch, caplog
         drafter = runner.drafter or runner.speculator
         assert runner.model[1]._use_min_latency_gemm is left and drafter.model[0]._use_min_latency_gemm is left
     assert sum("min-latency" in line and " 2 " in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("variable, invariant", [("VLLM_BATCH_INVARIANT", True), ("TRITON_MLA_BATCH_INVARIANT", False)])
+def test_linear_layers_take_the_products_of_this_package_under_the_flag_of_vllm(monkeypatch, caplog, variable, invariant):
+    install(monkeypatch, "0.23.0")
+    monkeypatch.setenv(variable, "1")
+    sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = invariant
+    register()
+    with caplog.at_level(logging.INFO):
+        FakeEngine("0.23.0", config("0.23.0"))
+    layers = sys.modules["vllm.model_executor.layers.batch_invariant"]
+    x, weight, bias = (eighths(torch.Generator().manual_seed(3), *shape) for shape in ((5, 32), (16, 32), (16,)))
+    if not invariant:
+        with pytest.raises(AssertionError, match="vLLM's own product"):
+            layers.linear_batch_invariant(x, weight)
+        return
+    assert torch.equal(layers.linear_batch_invariant(x, weight), linear(x, weight))
+    assert torch.equal(layers.matmul_persistent(x, weight.t(), bias), linear(x, weight, bias))
+    compiled = torch.compile(layers.linear_batch_invariant, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, weight), linear(x, weight))
+    assert sum("linear layers" in line for line in caplog.messages) == 1
+
+
+def test_linear_layers_keep_a_product_of_another_form(monkeypatch, version):
+    """0.33 has none by that name, and one with other arguments is not replaced."""
+    layers = sys.modules.get("vllm.model_executor.layers.batch_invariant")
+    other = None
+    if layers is not None:
+        other = layers.matmul_persistent = lambda a, b, bias=None, out=None: a @ b
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    register()
+    FakeEngine(version, config(version))
+    assert layers is None or layers.matmul_persistent is other
 
 
 def test_a_prompt_of_one_token_replays_no_graph_of_decodes(monkeypatch):

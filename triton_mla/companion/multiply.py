@@ -137,7 +137,9 @@ def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: t
     if out is None:
         out = a.new_empty((*a.shape[:2], b.shape[2]))
     if out.numel():
-        product_of(a, b, bias, out, tile, split_k).run(a, b, out, bias)
+        prepared, to = product_of(a, b, bias, out, tile, split_k), out.data_ptr()
+        if not prepared.run_ready(a.data_ptr(), b.data_ptr(), to, to if bias is None else bias.data_ptr(), out):
+            prepared.run(a, b, out, bias)
     return out
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import logging
 import re
 import weakref
@@ -287,6 +288,23 @@ def projections_by_batch(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def take_one_kernel(projection: torch.nn.Module) -> None:
     projection._use_min_latency_gemm = False  # type: ignore[assignment]  # vLLM's bool, no module
+
+
+def replace_products(product: Callable[..., torch.Tensor]) -> bool:
+    """Have vLLM's linear layers call ``product(a, b, bias=None)`` where under its flag they call its own invariant product of [M, K] and [K, N].
+    False where this version has no such function, as 0.33, whose tiles follow a table."""
+    name = "vllm.model_executor.layers.batch_invariant"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        return False
+    own = getattr(module, "matmul_persistent", None)
+    if own is None or list(inspect.signature(own).parameters) != ["a", "b", "bias"]:
+        return False
+    module.matmul_persistent = product  # type: ignore[attr-defined]  # its other functions look it up at each call
+    return True
 
 
 def layer_of(vllm_config: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from triton_mla.companion import linear, matmul
 from triton_mla.config import AUTO, PREFIX, Settings
 from triton_mla.errors import UnsupportedError
 from triton_mla.paths import MHA
@@ -99,6 +100,13 @@ def after_device(vllm_config: Any, runner: Any) -> None:
         adapter.keep_prompts_out_of_decode_graphs(runner)
     if decision.batch_invariant:
         adapter.after_loading(runner, _one_kernel_for_all_batches)
+        if adapter.engine_is_invariant() and adapter.replace_products(product):
+            logger.info("linear layers that are not quantized take the products of %s in place of vLLM's invariant ones", OWN)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[M, K] . [K, N] (+ bias [N]) -> [M, N], whose rows do not depend on M."""
+    return matmul(a, b) if bias is None else linear(a, b.t(), bias)
 
 
 def _one_kernel_for_all_batches(models: list[torch.nn.Module]) -> None:
