@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .plan import check_page_size
+from .dims import check_page_size
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triton_mla.dims import MAX_HEAD_DIM, MAX_KV_LORA_RANK, MAX_NUM_HEADS, MAX_QK_ROPE_HEAD_DIM
 from triton_mla.paths import ABSORBED, CHUNKED, MHA
-from triton_mla.plan import MAX_HEAD_DIM, MAX_KV_LORA_RANK, MAX_NUM_HEADS, MAX_QK_ROPE_HEAD_DIM
 from triton_mla.tuning import ARCHITECTURES
 
 PREFILL, DECODE = "prefill", "decode"

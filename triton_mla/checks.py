@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from . import launch
-from .plan import DTYPES, MAX_NUM_HEADS, check_dims, check_page_size
+from .dims import MAX_NUM_HEADS, check_dims, check_page_size
+from .plan import DTYPES
 from .tuning import ARCHITECTURES, arch_of
 
 _LANGUAGE_INTERPRETED = not isinstance(tl.cdiv, triton.runtime.JITFunction)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import triton
 
-from triton_mla.plan import DTYPES, check_dims
+from triton_mla.dims import check_dims
+from triton_mla.plan import DTYPES
 from triton_mla.tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder, arch_of
 
 NUMERICS_REVISION = 1
@@ -20,7 +21,7 @@ NUMERICS_REVISION = 1
 fingerprint, so a change of bits without a new revision is a failed check."""
 
 ATTENTION = (
-    "kernels/*.py", "kernels/hopper/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "prefill.py", "prefill_launch.py",
+    "kernels/*.py", "kernels/hopper/*.py", "plan.py", "tuning.py", "attention.py", "calls.py", "launch.py", "repeat.py", "prefill.py", "prefill_launch.py",
     "hopper_prefill.py", "hopper_decode.py", "absorb.py", "kernels/companion/matmul.py", "companion/products.py", "companion/multiply.py",
     "companion/tiles.py", "paths.py", "step.py", "module.py")
 """Files of the package that decide what attention computes, as glob patterns: those that `triton-mla verify` proves."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -193,6 +194,13 @@ def two_phase_steps(
     return [scores, weights, values]
 
 
+@lru_cache(maxsize=1024)
+def _inner_launcher(compiled: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    launcher = compiled.run
+    inner = inspect.getclosurevars(launcher.launch).nonlocals
+    return inner["launcher"], inner["tensordesc_meta"], (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+
+
 class Encoded:
     """A compiled kernel's launcher, whose first arguments are addresses in place of TMA descriptors; each is encoded once.
 
@@ -200,10 +208,7 @@ class Encoded:
     """
 
     def __init__(self, compiled: Any, describe: tuple[Callable[[Any], Any], ...], dtype: torch.dtype) -> None:
-        launcher = compiled.run
-        inner = inspect.getclosurevars(launcher.launch).nonlocals
-        self._launch, self._metas = inner["launcher"], inner["tensordesc_meta"]
-        self._options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        self._launch, self._metas, self._options = _inner_launcher(compiled)
         self._describe, self._dtype = describe, dtype
         self._maps: tuple[dict[int, list[Any]], ...] = tuple({} for _ in describe)
 

@@ -9,11 +9,11 @@ import torch
 from .calls import device_facts
 from .kernels.hopper import available
 from .launch import LOG2E, launch
+from .plan import PREFILL_TILE, prefill_work_size
 from .tuning import PrefillOrder, PrefillSchedule
 
 HEAD = (128, 64, 128)  # nope, rope and value columns
 ORDER = PrefillOrder(block_n=128, reference_step=8)
-TILE = 128
 AXIS = 1 << 30
 # Mean keys from which twice the schedule's bytes of keys and values are worked on together: 2 to 3 % faster there, up to 3 % slower below (H200).
 LONG_KEYS = 4096
@@ -47,8 +47,8 @@ def request_rows(rows: torch.Tensor, cols: int) -> Any:
 
     from .kernels.hopper.copies import SHARED4
 
-    stride = rows.stride(0)
-    return TensorDescriptor(rows, [0x7FFF0000, 0x7FFF0000, AXIS, row_width(rows)], [2**34 - stride, stride, stride, 1], [1, 1, TILE, cols], SHARED4.value)
+    stride, shape = rows.stride(0), [0x7FFF0000, 0x7FFF0000, AXIS, row_width(rows)]
+    return TensorDescriptor(rows, shape, [2**34 - stride, stride, stride, 1], [1, 1, PREFILL_TILE, cols], SHARED4.value)
 
 
 def query_rows(q: torch.Tensor) -> Any:
@@ -77,6 +77,7 @@ def attend(
     q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, state: Any,
     starts: torch.Tensor, kv_lengths: torch.Tensor, positions: torch.Tensor | None, scale: float, schedule: PrefillSchedule, *,
     resume: bool, keep: bool, causal: bool, kv_limit: int, mean_keys: int, requests: tuple[int, int], chunk: tuple[int, int] | None,
+    work: torch.Tensor | None = None,
 ) -> None:
     """As `prefill_launch.attend`, for arguments that this form `serves`."""
     from .kernels.hopper.prefill import hopper_prefill_kernel
@@ -85,8 +86,9 @@ def attend(
     num_tokens, num_heads, _ = q.shape
     batch_size, dtype = starts.shape[0] - 1, q.dtype
     num_sms = device_facts(q.device)[1]
-    tiles = num_tokens // TILE + 2 * batch_size  # at most, as the work kernel knows: a request's tiles begin at multiples of 128 positions
-    work = torch.empty(8 * tiles + 2, dtype=torch.int32, device=q.device)
+    if work is None:
+        work = torch.empty(prefill_work_size(num_tokens, batch_size), dtype=torch.int32, device=q.device)
+    tiles = work.shape[0] // 8 - 1  # at least as many as there can be
     count = work[8 * tiles :]
     unused = out if lse is None else lse
     rows = (out, unused, *((unused,) * 3 if state is None else (state.reference, state.total, state.acc)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,6 +25,27 @@ COMBINE_WIDTH = 128
 COMBINE_AHEAD = 2 if INTERPRETED else 8  # the interpreter computes the idle ones too
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+_thread = threading.local()
+
+
+class Launch(NamedTuple):
+    """One launch as it was made: see `launch`."""
+
+    compiled: Any
+    grid: tuple[int, int]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The launches that this thread makes within, as they are made."""
+    launches: list[Launch] = []
+    _thread.launches = launches
+    try:
+        yield launches
+    finally:
+        _thread.launches = None
 
 
 def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -50,6 +73,9 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple
     else:
         stream = driver.active.get_current_stream(device)
         compiled.run(grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants.values())
+    launches = getattr(_thread, "launches", None)
+    if launches is not None:
+        launches.append(Launch(compiled, grid, args, constants))
     return compiled
 
 

@@ -9,9 +9,9 @@ from .absorb import absorb_query, project_values, split_kv_b
 from .attention import mla_decode, mla_extend, write_kv_cache
 from .backends import Selection
 from .batch import BatchLayout
-from .dims import MLADims
+from .dims import MLADims, check_dims, check_head_dims
 from .paths import MHA, PathRule
-from .plan import DEFAULT_CHUNK_TOKENS, check_dims, check_head_dims, plan_prefill
+from .plan import DEFAULT_CHUNK_TOKENS, plan_prefill
 from .prefill import mla_prefill_paged
 from .step import Rows, StepPlan
 from .tuning import DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, PrefillOrder, ReductionOrder

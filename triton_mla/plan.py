@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .dims import check_dims, check_head_dims, check_num_heads, check_page_size
 from .tuning import ARCHITECTURES, DEFAULT_ORDER, DEFAULT_PREFILL_ORDER, ROW_SUMS, PrefillOrder, ReductionOrder, Schedule, rows_of_values, scores_size
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_KV_LORA_RANK = 512
-MAX_QK_ROPE_HEAD_DIM = 64
-MAX_NUM_HEADS = 128
 # Programs of the scores kernel beyond which they walk several tiles each: most of a grid made for the longest possible context is empty.
 MAX_PROGRAMS_PER_SM = 16
 FEW_PROGRAMS_PER_SM = 8  # the same of the form for few items, whose empty programs keep a multiprocessor each for 0.6 us (H200)
@@ -27,8 +25,7 @@ HOPPER_DIMS = (512, 64)
 HOPPER_ROWS = 64
 HOPPER_LEAST_HEADS = 8
 HOPPER_ITEM_INTS = 8
-# Widest head of a prefill, for nope, rope and value columns alike.
-MAX_HEAD_DIM = 256
+PREFILL_TILE = 128
 # Tokens of a request that a paged prefill up-projects at a time: a quarter of a GB of keys and values for 128 heads of DeepSeek-V3.
 DEFAULT_CHUNK_TOKENS = 4096
 
@@ -243,8 +240,7 @@ def plan_attention(
     """
     for name, value, least in (("num_tokens", num_tokens, 0), ("batch_size", batch_size, 0), ("max_seq_len", max_seq_len, 0), ("num_sms", num_sms, 1)):
         _check_int(name, value, least)
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_NUM_HEADS:
-        raise ValueError(f"num_heads={num_heads!r} must be an int from 1 to {MAX_NUM_HEADS}")
+    check_num_heads(num_heads)
     check_dims(kv_lora_rank, qk_rope_head_dim)
     check_page_size(page_size)
     if dtype not in DTYPES:
@@ -314,20 +310,24 @@ class PrefillPlan:
     request_group: int
 
     @property
-    def sections(self) -> tuple[int, int, int, int, int, int]:
-        """Bytes of the workspace's parts: keys and values [request_group * chunk_tokens, head_wave, nope + v], latents [request_group *
-        chunk_tokens, R] and rope keys [request_group * chunk_tokens, P], and the state's acc, sums and reference (none where every request has
-        one chunk). Each is a multiple of 16."""
+    def sections(self) -> tuple[int, int, int, int, int, int, int]:
+        """Bytes of the workspace's parts: the work, keys and values [request_group * chunk_tokens, head_wave, nope + v], as many latents [R] and
+        rope keys [P], and the state's acc, sums and reference (none where every request has one chunk). Each is a multiple of 16."""
         tokens, rows = self.request_group * self.chunk_tokens, self.num_tokens * self.head_wave if self.num_chunks > 1 else 0
         of_token = tokens * self.dtype.itemsize
         kv = of_token * self.head_wave * (self.qk_nope_head_dim + self.v_head_dim)
-        return (kv, of_token * self.kv_lora_rank, of_token * self.qk_rope_head_dim, 4 * rows * self.v_head_dim, 4 * rows * ROW_SUMS,
-                16 * -(-rows // 4))
+        return (4 * prefill_work_size(self.num_tokens, self.batch_size), kv, of_token * self.kv_lora_rank, of_token * self.qk_rope_head_dim,
+                4 * rows * self.v_head_dim, 4 * rows * ROW_SUMS, 16 * -(-rows // 4))
 
     @property
     def workspace_bytes(self) -> int:
         """Scratch memory of a call, in bytes. Its contents need no initialisation."""
         return sum(self.sections)
+
+
+def prefill_work_size(num_tokens: int, batch_size: int) -> int:
+    """Ints of a Hopper prefill's work: 8 of each query tile, of which a request's begin at multiples of 128 positions, and two; 512 bytes or more."""
+    return -(-8 * (num_tokens // PREFILL_TILE + 2 * batch_size + 1) // 128) * 128
 
 
 def plan_prefill(
@@ -351,8 +351,7 @@ def plan_prefill(
     """
     for name, value in (("num_tokens", num_tokens), ("batch_size", batch_size), ("max_seq_len", max_seq_len)):
         _check_int(name, value, 0)
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int) or not 1 <= num_heads <= MAX_NUM_HEADS:
-        raise ValueError(f"num_heads={num_heads!r} must be an int from 1 to {MAX_NUM_HEADS}")
+    check_num_heads(num_heads)
     check_head_dims(qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
     check_dims(kv_lora_rank, 0)
     if dtype not in DTYPES:
@@ -367,7 +366,7 @@ def plan_prefill(
     row_bytes = chunk * (kv_lora_rank + qk_rope_head_dim) * dtype.itemsize  # of the cache
     kv_bytes = chunk * (qk_nope_head_dim + v_head_dim) * dtype.itemsize  # of a head
     state_bytes = 4 * num_tokens * (v_head_dim + ROW_SUMS + 1) if num_chunks > 1 else 0  # of a head
-    room = MAX_WORKSPACE_BYTES - 16  # the last part is rounded up to 16
+    room = MAX_WORKSPACE_BYTES - 16 - 4 * prefill_work_size(num_tokens, batch_size)  # the reference is rounded up to 16
     requests = max(1, min(batch_size, (room - state_bytes * num_heads) // (kv_bytes * num_heads + row_bytes)))
     heads = num_heads if requests > 1 else max(1, min(num_heads, (room - row_bytes) // (kv_bytes + state_bytes)))
     return PrefillPlan(
@@ -375,26 +374,3 @@ def plan_prefill(
         qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, kv_lora_rank=kv_lora_rank, dtype=dtype, chunk_tokens=chunk, num_chunks=num_chunks,
         head_wave=heads, request_group=requests,
     )
-
-
-def check_head_dims(qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> None:
-    """Raise ValueError unless the prefill kernels serve these heads."""
-    dims = (("qk_nope_head_dim", qk_nope_head_dim, 16), ("qk_rope_head_dim", qk_rope_head_dim, 0), ("v_head_dim", v_head_dim, 16))
-    for name, value, least in dims:
-        if isinstance(value, bool) or not isinstance(value, int) or value % 16 or not least <= value <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}={value!r} must be a multiple of 16 from {least} to {MAX_HEAD_DIM}")
-
-
-def check_dims(kv_lora_rank: int, qk_rope_head_dim: int) -> None:
-    """Raise ValueError unless the kernels serve these latent dims."""
-    if isinstance(kv_lora_rank, bool) or not isinstance(kv_lora_rank, int) or kv_lora_rank % 16 or not 16 <= kv_lora_rank <= MAX_KV_LORA_RANK:
-        raise ValueError(f"kv_lora_rank={kv_lora_rank!r} must be a multiple of 16 from 16 to {MAX_KV_LORA_RANK}")
-    if (isinstance(qk_rope_head_dim, bool) or not isinstance(qk_rope_head_dim, int) or qk_rope_head_dim % 16
-            or not 0 <= qk_rope_head_dim <= MAX_QK_ROPE_HEAD_DIM):
-        raise ValueError(f"qk_rope_head_dim={qk_rope_head_dim!r} must be 0 or a multiple of 16 up to {MAX_QK_ROPE_HEAD_DIM}")
-
-
-def check_page_size(page_size: int) -> None:
-    """Raise ValueError unless the kernels serve this page size."""
-    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1 or (page_size != 1 and page_size % 16):
-        raise ValueError(f"page_size={page_size!r} must be 1 or a multiple of 16")

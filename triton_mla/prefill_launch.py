@@ -43,7 +43,7 @@ def attend_paged(
 ) -> None:
     """The launches of a plan. ``workspace``: at least ``plan.workspace_bytes``, aligned to 16."""
     nope, P, V, chunk = plan.qk_nope_head_dim, plan.qk_rope_head_dim, plan.v_head_dim, plan.chunk_tokens
-    kv_part, latent_part, pe_part, acc_part, total_part, reference_part = workspace[: plan.workspace_bytes].split(plan.sections)
+    work, kv_part, latent_part, pe_part, acc_part, total_part, reference_part = workspace[: plan.workspace_bytes].split(plan.sections)
     heads_of_weight = weight.unflatten(0, (plan.num_heads, nope + V))
     for head in range(0, plan.num_heads, plan.head_wave):
         heads = slice(head, min(head + plan.head_wave, plan.num_heads))
@@ -65,7 +65,7 @@ def attend_paged(
                 # the padding after the last request goes with it
                 attend(q[:, heads], kv[..., :nope], k_pe, kv[..., nope:], out[:, heads], None if lse is None else lse[:, heads], state, starts, lens, None,
                        scale, order, schedule, resume=number > 0, keep=number + 1 < plan.num_chunks, causal=True, kv_limit=kv_limit, mean_keys=chunk,
-                       requests=(first, end if end < plan.batch_size else end + 1), chunk=(number * chunk, chunk))
+                       requests=(first, end if end < plan.batch_size else end + 1), chunk=(number * chunk, chunk), work=work.view(torch.int32))
 
 
 def gather(
@@ -119,8 +119,11 @@ def attend(
     q: torch.Tensor, k_nope: torch.Tensor, k_pe: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, state: PrefillState | None,
     starts: torch.Tensor, kv_lengths: torch.Tensor, positions: torch.Tensor | None, scale: float, order: PrefillOrder, schedule: PrefillSchedule | None, *,
     resume: bool, keep: bool, causal: bool, kv_limit: int, mean_keys: int, requests: tuple[int, int] = (0, 0), chunk: tuple[int, int] | None = None,
+    work: torch.Tensor | None = None,
 ) -> None:
-    """One launch of the attention kernel. With ``chunk`` (begin, tokens), ``kv_lengths`` is seq_lens and the keys are those of one chunk."""
+    """One launch of the attention kernel. With ``chunk`` (begin, tokens), ``kv_lengths`` is seq_lens and the keys are those of one chunk.
+
+    ``work``: int32 [`plan.prefill_work_size`], else it is allocated."""
     num_tokens, num_heads, _ = q.shape
     nope, P, V, dtype = k_nope.shape[2], k_pe.shape[1], v.shape[2], q.dtype
     batch_size = starts.shape[0] - 1
@@ -129,7 +132,7 @@ def attend(
         schedule = table.fp32 if dtype == torch.float32 else table.narrow if max(nope, V) <= 128 else table.wide
     if schedule.form == "hopper" and hopper_prefill.serves(q, k_nope, k_pe, v, order):
         hopper_prefill.attend(q, k_nope, k_pe, v, out, lse, state, starts, kv_lengths, positions, scale, schedule, resume=resume, keep=keep, causal=causal,
-                              kv_limit=kv_limit, mean_keys=mean_keys, requests=requests, chunk=chunk)
+                              kv_limit=kv_limit, mean_keys=mean_keys, requests=requests, chunk=chunk, work=work)
         return
     unused = out if lse is None else lse
     reference, total, acc = (unused,) * 3 if state is None else (state.reference, state.total, state.acc)

@@ -10,8 +10,8 @@ import torch
 
 from . import checks
 from .batch import BatchLayout
+from .dims import check_page_size
 from .paths import PathRule, Segment, split_batch
-from .plan import check_page_size
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,10 @@ class Projection(torch.nn.Module):
     _use_min_latency_gemm = True
 
 
+class Gate(torch.nn.Module):
+    allow_dsv3_router_gemm = allow_cublas_router_gemm = True
+
+
 class RunnerV1:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config, self.drafter = vllm_config, SimpleNamespace(model=torch.nn.Sequential(Projection()))
@@ -177,7 +181,7 @@ class RunnerV1:
                                            num_computed_tokens_cpu=np.zeros(8, np.int32))
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        self.model = torch.nn.Sequential(torch.nn.Identity(), Projection())
+        self.model = torch.nn.Sequential(torch.nn.Identity(), Projection(), Gate())
 
     def get_model(self) -> torch.nn.Module:
         return self.model

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,7 +216,19 @@ def test_projections_take_one_kernel_under_the_flag(version, monkeypatch, caplog
             runner = FakeEngine(version, config(version)).runner
         drafter = runner.drafter or runner.speculator
         assert runner.model[1]._use_min_latency_gemm is left and drafter.model[0]._use_min_latency_gemm is left
-    assert sum("min-latency" in line and " 2 " in line for line in caplog.messages) == 1
+        assert runner.model[2].allow_dsv3_router_gemm is runner.model[2].allow_cublas_router_gemm is left
+    assert sum("kernels for few tokens" in line and " 3 layers" in line for line in caplog.messages) == 1
+
+
+def test_products_are_replaced_where_they_are_proven_only(monkeypatch):
+    install(monkeypatch, "0.23.0")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "get_device_capability", lambda: SimpleNamespace(major=10, minor=0))
+    register()
+    layers = sys.modules["vllm.model_executor.layers.batch_invariant"]
+    own = layers.matmul_persistent
+    FakeEngine("0.23.0", config("0.23.0"))
+    assert layers.matmul_persistent is own
 
 
 @pytest.mark.parametrize("variable, invariant", [("VLLM_BATCH_INVARIANT", True), ("TRITON_MLA_BATCH_INVARIANT", False)])

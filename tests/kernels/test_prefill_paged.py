@@ -7,9 +7,9 @@ import torch
 from memory import at_one_address
 from prefill_cases import NAN
 
-from triton_mla import mla_prefill_paged, plan, prefill_workspace_bytes, project_kv
+from triton_mla import mla_prefill_paged, plan, prefill, prefill_workspace_bytes, project_kv
 from triton_mla.plan import plan_prefill
-from triton_mla.testing import Request, assert_bitwise_equal, assert_close
+from triton_mla.testing import Request, assert_bitwise_equal, assert_close, bitwise_equal
 
 ATOL = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
@@ -98,9 +98,9 @@ def test_workspace_is_as_large_as_stated(mha):
 
 def test_workspace_of_one_chunk_has_no_state():
     sizes = {"num_tokens": 1000, "batch_size": 1, "num_heads": 16, "max_seq_len": 1000}
-    assert prefill_workspace_bytes(**sizes) == 1024 * (16 * 256 + 512 + 64) * 2
+    assert prefill_workspace_bytes(**sizes) == 512 + 1024 * (16 * 256 + 512 + 64) * 2  # work, and one chunk
     more = prefill_workspace_bytes(**{**sizes, "max_seq_len": 5000})
-    assert more == 4096 * (16 * 256 + 512 + 64) * 2 + 1000 * 16 * 4 * (128 + 8 + 1)
+    assert more == 512 + 4096 * (16 * 256 + 512 + 64) * 2 + 1000 * 16 * 4 * (128 + 8 + 1)
 
 
 @pytest.mark.parametrize("change", [{"chunk_tokens": 100}, {"chunk_tokens": 0}, {"num_heads": 129}, {"v_head_dim": 8}, {"max_seq_len": -1},
@@ -134,6 +134,34 @@ def test_a_request_that_is_too_long_is_nan(mha):
     over = mha.prefill_paged(long)
     assert bool(over.out[batch.rows(1)].isnan().all())
     over[batch.rows(0)].assert_same(rows[batch.rows(0)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [{}, {"num_heads": 16}, {"nope": 64, "value": 64, "rank": 320}, {"dtype": torch.float32}])
+def test_a_call_of_known_sizes_is_repeated_for_other_tensors(mha, monkeypatch, change):
+    """Bits of other data at other addresses, in the Hopper form and in the portable one; a control where the addresses stay."""
+    mha = mha.with_(**change)
+    first, second = (mha.paged([Request(9 * mha.tile + 5, 2 * mha.tile, key=k), Request(7, 7, key=k + 1)], extra_width=k) for k in (1, 1))
+    second = replace(second, q=second.q.flip(0).contiguous(), kv_cache=second.kv_cache.flip(-1).contiguous(), weight=second.weight.flip(0).contiguous())
+    monkeypatch.setattr(prefill, "_repeats", {})
+    expected = mha.prefill_paged(second)
+    prefill._repeats.clear()
+    known = mha.prefill_paged(first)
+    (_, repeat), = prefill._repeats.values()
+    run, done = repeat.run, []
+    monkeypatch.setattr(repeat, "run", lambda *arguments: (done.append(run(*arguments)), done[-1])[1])
+    mha.prefill_paged(second).assert_same(expected)
+    mha.prefill_paged(first).assert_same(known)
+    assert done == [True, True] and len(prefill._repeats) == 1
+    assert not bitwise_equal(known.out, expected.out)
+    assert mha.prefill_paged(replace(first, q=at_odd_address(first.q))).out.shape == known.out.shape and done[2:] == [False]
+    with pytest.raises(ValueError, match="out"):
+        mha.prefill_paged(first, out=first.q[..., : mha.value])
+
+
+def at_odd_address(t):
+    memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return memory[1:].view(t.shape).copy_(t)
 
 
 def test_inside_torch_compile(mha):

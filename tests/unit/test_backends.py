@@ -9,8 +9,8 @@ from triton_mla import backends, capabilities
 from triton_mla.backends import BACKENDS, Request, Sizes, backend_named, select
 from triton_mla.capabilities import ABSORBED, DECODE, MHA, PHASES, PREFILL
 from triton_mla.config import Settings
+from triton_mla.dims import check_dims, check_head_dims, check_page_size
 from triton_mla.errors import UnsupportedError
-from triton_mla.plan import check_dims, check_head_dims, check_page_size
 from triton_mla.tuning import ARCHITECTURES
 
 NAMES = [row.name for row in BACKENDS]

@@ -126,7 +126,7 @@ class Product:
         return True
 
 
-product = lru_cache(maxsize=4096)(Product)
+product = lru_cache(maxsize=1024)(Product)  # some 30 KB each where each of 60 layers' weights has its TMA descriptor
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, tile: Tile | None, split_k: int) -> torch.Tensor:

@@ -281,18 +281,25 @@ def after_loading(runner: Any, action: Callable[[list[torch.nn.Module]], None]) 
     runner.load_model = load_model
 
 
-def projections_by_batch(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Layers that take another kernel for up to 16 tokens, whatever the batch-invariant flag says: the fused a-projections of DeepSeek-V3."""
-    return [module for module in model.modules() if getattr(module, "_use_min_latency_gemm", False)]
+_BY_BATCH = ("_use_min_latency_gemm", "allow_dsv3_router_gemm", "allow_fp32_router_gemm", "allow_cublas_router_gemm")
+"""Switches of layers that take another kernel for up to 16 or 32 tokens, or one that a library chooses, whatever the batch-invariant flag says: the
+fused a-projections of DeepSeek-V3, and the gates of routers."""
 
 
-def take_one_kernel(projection: torch.nn.Module) -> None:
-    projection._use_min_latency_gemm = False  # type: ignore[assignment]  # vLLM's bool, no module
+def take_one_kernel(model: torch.nn.Module) -> int:
+    """Turns these switches off, and returns of how many layers."""
+    count = 0
+    for module in model.modules():
+        on = [name for name in _BY_BATCH if getattr(module, name, False)]
+        for name in on:
+            setattr(module, name, False)
+        count += bool(on)
+    return count
 
 
 def replace_products(product: Callable[..., torch.Tensor]) -> bool:
     """Have vLLM's linear layers call ``product(a, b, bias=None)`` where under its flag they call its own invariant product of [M, K] and [K, N].
-    False where this version has no such function, as 0.33, whose tiles follow a table."""
+    False where this version has no such function, as 0.33, whose tiles follow a table. It is for all engines of the process, and stays."""
     name = "vllm.model_executor.layers.batch_invariant"
     try:
         module = importlib.import_module(name)

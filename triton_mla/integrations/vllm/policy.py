@@ -100,7 +100,8 @@ def after_device(vllm_config: Any, runner: Any) -> None:
         adapter.keep_prompts_out_of_decode_graphs(runner)
     if decision.batch_invariant:
         adapter.after_loading(runner, _one_kernel_for_all_batches)
-        if adapter.engine_is_invariant() and adapter.replace_products(product):
+        # Elsewhere vLLM's are kept: on sm_100 tiles of few rows would go to other matrix instructions than those of many.
+        if adapter.engine_is_invariant() and adapter.arch() == "sm_90" and adapter.replace_products(product):
             logger.info("linear layers that are not quantized take the products of %s in place of vLLM's invariant ones", OWN)
 
 
@@ -110,9 +111,6 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 
 def _one_kernel_for_all_batches(models: list[torch.nn.Module]) -> None:
-    changed = [projection for model in models for projection in adapter.projections_by_batch(model)]
-    for projection in changed:
-        adapter.take_one_kernel(projection)
+    changed = sum(adapter.take_one_kernel(model) for model in models)
     if changed:
-        logger.info("the min-latency kernel of %d fused a-projections is switched off: it serves up to 16 tokens only, so bits would follow the batch",
-                    len(changed))
+        logger.info("kernels for few tokens only are switched off in %d layers (fused a-projections, gates of routers): bits would follow the batch", changed)
