@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import plot, report
-from benchmarks.host import count_variants, measure_host_times
+from benchmarks.host import count_variants, measure_host_times, measure_prefill_host_times
 from benchmarks.implementation import Workload
 from benchmarks.peers import Peers
 from benchmarks.precompile import jobs_for, precompile
@@ -86,6 +86,9 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
         times, content["host_time_failed"] = measure_host_times(peers)
         host = {name: {"us_median": round(t.median, 2), "us_spread": round(t.spread, 2)} for name, t in times.items()}
         variants = count_variants((16, 128))
+    if "prefill" in (args.suite or ()):
+        content["prefill_host_time"] = {
+            name: {"us_median": round(t.median, 2), "us_spread": round(t.spread, 2)} for name, t in measure_prefill_host_times().items()}
     path = args.json or report.default_path(head["gpu"], "_".join(args.suite or ["quick"]))
     clock, device = GraphClock(args.repeats, args.flush), torch.device("cuda")
     try:
@@ -109,6 +112,8 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     print(f"\n{report.ratio_table(content['rows'])}\n")
     for name, entry in host.items():
         print(f"host time of one decode call, {name}: {entry['us_median']:.1f} us")
+    for name, entry in content.get("prefill_host_time", {}).items():
+        print(f"host time of one paged prefill, {name}: {entry['us_median']:.1f} us")
     if "stopped" in content:
         print(f"STOPPED: {content['stopped']}")
     print(f"wrote {path} in {time.monotonic() - start:.0f} s")

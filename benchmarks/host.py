@@ -18,7 +18,7 @@ from benchmarks.registry import REGISTRY
 from benchmarks.runner import reason
 from benchmarks.timing import Timing, host_time
 from benchmarks.workloads import RANK, ROPE, SOFTMAX_SCALE, Inputs, decode
-from triton_mla import mla_decode
+from triton_mla import mla_decode, mla_prefill_paged, prefill
 
 HOST_WORKLOAD = decode(16, 8, 1024)
 """Small, so that the device always waits for the host."""
@@ -48,6 +48,27 @@ def measure_host_times(
         except Exception as error:
             failed[name] = reason(error)
     return times, failed
+
+
+def measure_prefill_host_times() -> dict[str, Timing]:
+    """Host time of one asynchronous paged prefill: where a call before had its sizes, and where none had."""
+    tokens, heads, page = 256, 16, PAGE
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    q, cache, weight = random(tokens, heads, 192), random(8, page, RANK + ROPE), random(heads * 256, RANK)
+    table, starts, lens = (torch.tensor(values, dtype=torch.int32, device="cuda") for values in ([list(range(8))], [0, tokens], [2 * tokens]))
+
+    def call() -> None:
+        mla_prefill_paged(q, cache, weight, table, starts, lens, softmax_scale=SOFTMAX_SCALE)
+
+    def first_call() -> None:
+        prefill._repeats.clear()
+        call()
+
+    return {"known sizes": host_time(call), "new sizes": host_time(first_call)}
 
 
 def kernel_functions() -> dict[str, JITFunction]:

@@ -11,7 +11,7 @@ import torch
 from triton.runtime import driver
 
 from . import checks
-from .hopper_decode import Encoded
+from .hopper_decode import Address, Encoded
 from .kernels.hopper import available
 from .launch import Launch, hooked
 
@@ -74,9 +74,10 @@ def _prepared(launch: Launch, begins: Sequence[int], spans: Sequence[int]) -> tu
     rest = launch.args[count:]
     assert all(a is b for a, b in zip(launch.args, (*described, *tensors), strict=False)), "descriptors come first, then tensors, then numbers"
     run = compiled.run
-    if described:
-        run = Encoded(compiled, tuple(partial(_described_at, d) for d in described), described[0].base.dtype)
     places = tuple(_place(t.data_ptr(), begins, spans) for t in (*(d.base for d in described), *tensors))
+    if described:  # no tensor is kept: a workspace would stay in memory with what is known of its call
+        forms = [replace(d, base=Address(d.base.data_ptr(), d.base.dtype)) for d in described]
+        run = Encoded(compiled, tuple(partial(_described_at, form) for form in forms), forms[0].base.dtype)
     return run, *launch.grid, compiled.function, compiled.packed_metadata, places, (*rest, *launch.constants.values())
 
 

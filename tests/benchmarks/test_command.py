@@ -41,6 +41,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(command, "jobs_for", lambda *args: [])
     monkeypatch.setattr(command, "measure_ceilings", lambda repeats: CEILINGS)
     monkeypatch.setattr(command, "measure_host_times", lambda peers: ({"triton_mla": Timing(19.0, 18.0, 20.0)}, {}))
+    monkeypatch.setattr(command, "measure_prefill_host_times", lambda: {"known sizes": Timing(45.0, 44.0, 46.0)})
     monkeypatch.setattr(command, "count_variants", lambda heads: {h: {"kernel": 5} for h in heads})
     monkeypatch.setattr(command, "measure", pretended)
     path = tmp_path / "r.json"
@@ -49,6 +50,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         return cli.main(["bench", "--json", str(path), *options]), json.loads(path.read_text())
 
     return run
+
+
+def test_the_prefill_suite_has_the_time_of_the_host(bench: Bench, capsys: pytest.CaptureFixture[str]):
+    _, read = bench("--suite", "prefill")
+    assert read["prefill_host_time"] == {"known sizes": {"us_median": 45.0, "us_spread": 2.0}}
+    assert "host time of one paged prefill, known sizes: 45.0 us" in capsys.readouterr().out
 
 
 def test_the_decode_suite(bench: Bench, capsys: pytest.CaptureFixture[str]):

@@ -159,6 +159,17 @@ def test_a_call_of_known_sizes_is_repeated_for_other_tensors(mha, monkeypatch, c
         mha.prefill_paged(first, out=first.q[..., : mha.value])
 
 
+@pytest.mark.gpu
+def test_what_is_known_of_a_call_keeps_no_memory(mha, monkeypatch):
+    monkeypatch.setattr(prefill, "_repeats", {})
+    batch = mha.paged(requests(mha))
+    mha.prefill_paged(batch)  # compiles
+    prefill._repeats.clear()
+    before = torch.cuda.memory_allocated()
+    mha.prefill_paged(batch)
+    assert len(prefill._repeats) == 1 and torch.cuda.memory_allocated() == before
+
+
 def at_odd_address(t):
     memory = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
     return memory[1:].view(t.shape).copy_(t)
