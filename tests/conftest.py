@@ -233,6 +233,14 @@ def mha_each(request: pytest.FixtureRequest, mha: Mha) -> Mha:
     return mha.with_(dtype=DTYPES[request.param])
 
 
+@pytest.fixture(autouse=True)
+def no_prefill_is_known() -> None:
+    """Each test makes its first paged prefills in the ordinary way, whatever ran before it."""
+    from triton_mla import prefill
+
+    prefill._repeats.clear()
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """The calls of companion ops, by thread and name."""
