@@ -252,6 +252,8 @@ class Run:
         for _ in range(STEADY_STEPS):
             if engine.has_unfinished_requests():
                 engine.step()
+        if not windows:
+            raise RuntimeError(f"{context} x {size}: in no window of {STEADY_STEPS} steps did all {size} requests decode")
         seconds = min(windows)
         return {"tokens_per_second": round(size * STEADY_STEPS / seconds, 1), "ms_per_step": round(1e3 * seconds / STEADY_STEPS, 3),
                 "prefill_seconds": round(read, 2), "windows_ms_per_step": [round(1e3 * one / STEADY_STEPS, 3) for one in windows]}

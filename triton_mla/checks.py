@@ -70,7 +70,9 @@ def forward_only(name: str, value: torch.Tensor) -> torch.Tensor:
 
 def recording() -> bool:
     """Whether gradients are recorded here: not by the kernels of `batch_invariant_mode` and of operators, which autograd calls itself."""
-    return torch.is_grad_enabled() and not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+    # Dynamo, which enters frames on its own after a graph break, cannot trace the question (torch 2.11); it compiles nothing below autograd
+    below = not torch.compiler.is_compiling() and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+    return torch.is_grad_enabled() and not below
 
 
 def no_overlap(name: str, value: torch.Tensor) -> None:

@@ -41,11 +41,11 @@ class Launch(NamedTuple):
 def recorded() -> Iterator[list[Launch]]:
     """The launches that this thread makes within, as they are made."""
     launches: list[Launch] = []
-    _thread.launches = launches
+    before, _thread.launches = getattr(_thread, "launches", None), launches
     try:
         yield launches
     finally:
-        _thread.launches = None
+        _thread.launches = before
 
 
 def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any]) -> Any:

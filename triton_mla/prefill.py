@@ -147,7 +147,7 @@ def mla_prefill_paged(
     facts = _facts(
         (q, kv_cache, w_kv_b, block_table, cu_seqlens_q, seq_lens, out, workspace),
         (softmax_scale, qk_nope_head_dim, v_head_dim, kv_lora_rank, chunk_tokens, return_lse, max_seq_len, order, schedule))
-    known = _repeats.get(facts)
+    known = None if facts is None else _repeats.get(facts)  # a compiled call must not even look: it would be guarded by what is known
     if known is not None:
         result = _repeat(*known, (q, kv_cache, w_kv_b, block_table, cu_seqlens_q, seq_lens), out, workspace, return_lse)
         if result is not None:
@@ -217,7 +217,7 @@ def mla_prefill_paged(
     return (out, lse) if return_lse else out
 
 
-MAX_REPEATS = 512
+MAX_REPEATS = 256
 _repeats: dict[Any, tuple[PrefillPlan, Repeat]] = {}
 
 
@@ -240,10 +240,10 @@ def _repeat(plan: PrefillPlan, repeat: Repeat, read: tuple[torch.Tensor, ...], o
     """The result of a call whose facts an earlier one had; None if it must be made in the ordinary way."""
     q = read[0]
     if out is None:
-        out = q.new_empty((plan.num_tokens, plan.num_heads, plan.v_head_dim))
+        out = torch.empty((plan.num_tokens, plan.num_heads, plan.v_head_dim), dtype=q.dtype, device=q.device)
     if workspace is None:
-        workspace = q.new_empty(plan.workspace_bytes, dtype=torch.uint8)
-    lse = q.new_empty((plan.num_tokens, plan.num_heads), dtype=torch.float32) if return_lse else None
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=q.device)
+    lse = torch.empty((plan.num_tokens, plan.num_heads), dtype=torch.float32, device=q.device) if return_lse else None
     tensors = (*read[:3], out, workspace, *((lse,) if lse is not None else ()), *read[3:])
     with on_device(q.device):
         done = repeat.run([t.data_ptr() for t in tensors], q.device.index)

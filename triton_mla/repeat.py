@@ -15,6 +15,9 @@ from .hopper_decode import Address, Encoded
 from .kernels.hopper import available
 from .launch import Launch, hooked
 
+MAX_LAUNCHES = 64
+"""Of a call that is kept: some 7 KB each. With more of them the device is slower than the host."""
+
 
 class Repeat:
     """``launches`` of a call with ``tensors``, for the addresses of others of the same sizes, strides and dtypes.
@@ -32,10 +35,10 @@ class Repeat:
 
     @classmethod
     def of(cls, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], aligned: int, written: Sequence[int]) -> Repeat | None:
-        """None where they cannot be repeated: a launch reads memory of another tensor, or of which one cannot be told."""
+        """None where they cannot be repeated: a launch reads memory of another tensor, or of which one cannot be told; or are too many."""
         order = sorted((t.data_ptr(), checks.span(t)) for t in tensors)
         shared = any(begin + size > later for (begin, size), (later, _) in zip(order, order[1:], strict=False))
-        if not launches or shared or any(t.data_ptr() % 16 for t in tensors[:aligned]):
+        if not 0 < len(launches) <= MAX_LAUNCHES or shared or any(t.data_ptr() % 16 for t in tensors[:aligned]):
             return None
         if not available() and any(_described(launch) for launch in launches):
             return None
@@ -72,7 +75,8 @@ def _prepared(launch: Launch, begins: Sequence[int], spans: Sequence[int]) -> tu
     tensors = [argument for argument in launch.args if isinstance(argument, torch.Tensor)]
     count = len(described) + len(tensors)
     rest = launch.args[count:]
-    assert all(a is b for a, b in zip(launch.args, (*described, *tensors), strict=False)), "descriptors come first, then tensors, then numbers"
+    if any(a is not b for a, b in zip(launch.args, (*described, *tensors), strict=False)):
+        raise LookupError("descriptors must come first, then tensors, then numbers")
     run = compiled.run
     places = tuple(_place(t.data_ptr(), begins, spans) for t in (*(d.base for d in described), *tensors))
     if described:  # no tensor is kept: a workspace would stay in memory with what is known of its call

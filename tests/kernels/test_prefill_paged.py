@@ -6,6 +6,7 @@ import pytest
 import torch
 from memory import at_one_address
 from prefill_cases import NAN
+from torch._dynamo.testing import CompileCounter
 
 from triton_mla import mla_prefill_paged, plan, prefill, prefill_workspace_bytes, project_kv
 from triton_mla.plan import plan_prefill
@@ -184,6 +185,21 @@ def test_inside_torch_compile(mha):
         return mla_prefill_paged(*tensors, return_lse=True, **options)
 
     mha.rows(*model(*batch.tensors)).assert_same(mha.prefill_paged(batch))
+
+
+def test_a_compiled_call_is_not_guarded_by_what_is_known_of_others(mha, monkeypatch):
+    batch, graphs = mha.paged(requests(mha)), CompileCounter()
+    options = {"softmax_scale": mha.scale, "qk_nope_head_dim": mha.nope, "v_head_dim": mha.value, "kv_lora_rank": mha.rank, "order": mha.order}
+    keys = [prefill._facts((batch.q[:n],), (None,)) for n in range(4)]
+    monkeypatch.setattr(prefill, "_repeats", {keys[0]: None})  # dynamo does not look into an empty one
+    torch._dynamo.reset()
+    model = torch.compile(lambda *tensors: mla_prefill_paged(*tensors, **options), backend=graphs, fullgraph=True)
+    for key in keys[1:]:
+        model(*batch.tensors)
+        prefill._repeats[key] = None
+    prefill._repeats.clear()
+    model(*batch.tensors)
+    assert graphs.frame_count == 1
 
 
 def test_project_kv(mha_each):
