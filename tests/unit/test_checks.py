@@ -86,3 +86,13 @@ def test_nothing_written():
     with pytest.raises(ValueError, match="lse has shape .* with out"):
         out = torch.zeros(3)
         checks.apart({"out": out, "lse": out[2:]}, {"q": None})
+
+
+def test_dynamo_does_not_meet_the_question_whether_a_call_is_below_autograd(monkeypatch):
+    """Dynamo of torch 2.11 cannot trace it, and enters frames after a refusal within a compiled function."""
+    monkeypatch.setattr(torch._C, "_dispatch_tls_is_dispatch_key_excluded", torch.compiler.disable(lambda key: False))
+    torch._dynamo.reset()
+    traced = torch.compile(lambda x: x + int(checks.recording()), backend="eager", fullgraph=True)
+    assert traced(torch.zeros(1)) == 1
+    with torch.no_grad():
+        assert traced(torch.zeros(1)) == 0
