@@ -4,13 +4,14 @@ python -m determinism.vllm                          all engines on one GPU, with
 python -m determinism.vllm --engines ours,ours_keep --no-throughput
 VLLM_TEST_MODEL=DIR VLLM_TP_SIZE=8 python -m determinism.vllm   the same on a checkpoint, one engine after another
 
-Each engine is a process of its own. All of them compare first; then the throughput of some is measured, one at a time. The exit code is 0 when
-every row of this package is without a mismatch and every control has some.
+Each engine is a process of its own. All of them compare first; then the throughput of some is measured, in windows of steps that they take in
+turn. The exit code is 0 when every row of this package is without a mismatch and every control has some.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -22,10 +23,13 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from determinism.vllm_engine import ENGINES, OURS, ROUNDS, Engine, child, compare, make_model
+from determinism.vllm_engine import ENGINES, OURS, Engine, child, compare, make_model
+from determinism.vllm_throughput import measure, speed
 from triton_mla.fingerprint import VLLM, source_digest, source_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,40 +58,62 @@ def plugin_site(folder: Path) -> Path:
     return site
 
 
+class Process(NamedTuple):
+    """Of an engine; `channel` is there when its throughput is measured."""
+
+    popen: subprocess.Popen[bytes]
+    channel: Connection | None
+
+
 def run_engines(engines: Sequence[Engine], folder: Path, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What each engine's process left; all at once, or one after another for a checkpoint."""
     deadline = time.monotonic() + args.limit
+    throughput: dict[str, Any] = {}
     for group in [[engine] for engine in engines] if args.model else [list(engines)]:
         processes = {engine.name: _start(engine, folder, args) for engine in group}
-        while time.monotonic() < deadline and any(p.poll() is None and _read(folder, n).get("state") != "compared" for n, p in processes.items()):
-            time.sleep(0.5)
-        for round in range(ROUNDS):
-            for name, process in processes.items():
-                if process.poll() is None and _read(folder, name).get("state") == (f"measured {round - 1}" if round else "compared"):
-                    print(f"[{args.limit - deadline + time.monotonic():.0f} s] throughput of {name}, round {round + 1}", flush=True)
-                    (folder / f"{name}.go{round}").touch()
-                    while time.monotonic() < deadline and process.poll() is None and _read(folder, name).get("state") != f"measured {round}":
-                        time.sleep(0.2)
-        for process in processes.values():  # what has been measured ends by itself
-            while time.monotonic() < deadline and process.poll() is None:
-                time.sleep(0.2)
+        ready = {name: p.channel for name, p in processes.items() if p.channel is not None and _is_ready(p.channel, deadline)}
+        _wait([p.popen for name, p in processes.items() if name not in ready], deadline)  # so that nothing else runs meanwhile
+        if ready:
+            throughput.update(measure(ready, deadline))
+        for channel in ready.values():
+            with contextlib.suppress(OSError):
+                channel.send(None)
+        _wait([process.popen for process in processes.values()], deadline)
         for process in processes.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with the workers that it started
-            process.wait()
-    return {engine.name: _read(folder, engine.name) for engine in engines}
+            if process.popen.poll() is None:
+                os.killpg(process.popen.pid, signal.SIGKILL)  # with the workers that it started
+            process.popen.wait()
+    return {engine.name: {**_read(folder, engine.name), **({"throughput": cells} if (cells := throughput.get(engine.name)) else {})} for engine in engines}
 
 
-def _start(engine: Engine, folder: Path, args: argparse.Namespace) -> subprocess.Popen[bytes]:
-    for left in (folder / f"{engine.name}.json", *[folder / f"{engine.name}.go{round}" for round in range(ROUNDS)]):
-        left.unlink(missing_ok=True)  # of an earlier run in this folder
+def _is_ready(channel: Connection, deadline: float) -> bool:
+    """Waits until an engine has compared; False where it has ended, or is late."""
+    try:
+        return channel.poll(max(0.0, deadline - time.monotonic())) and bool(channel.recv())
+    except EOFError:
+        return False
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _start(engine: Engine, folder: Path, args: argparse.Namespace) -> Process:
+    (folder / f"{engine.name}.json").unlink(missing_ok=True)  # of an earlier run in this folder
     model = args.model or str(folder / engine.model)
     command = [sys.executable, "-m", "determinism.vllm", "--child", engine.name, "--folder", str(folder), "--model", model, "--tp", str(args.tp)]
     command += ["--checkpoint"] if args.model else []
-    command += ["--no-throughput"] if args.no_throughput or not engine.throughput else []
     command += ["--no-compare"] if args.no_compare else []
+    ours, theirs = Pipe() if engine.throughput and not args.no_throughput else (None, None)
+    command += [] if theirs is None else ["--channel", str(theirs.fileno())]
     with (folder / f"{engine.name}.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment(engine, folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(engine, folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                                   pass_fds=[] if theirs is None else [theirs.fileno()])
+    if theirs is not None:
+        theirs.close()  # so that the end of the process is the end of the channel
+    return Process(process, ours)
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
@@ -120,12 +146,19 @@ def aims_of(left: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     aims = [(f"{key}: tokens/s at least {wanted}", cell("ours", key, "tokens_per_second"), wanted, 1)
             for key, wanted in (("32768 x 1", 430.0), ("32768 x 32", 8200.0))]
-    for key in ("4096 x 1", "4096 x 32"):
-        best = max((cell(name, key, "tokens_per_second") or 0 for name in ("triton_mla", "triton_mla_flag_off", "flash_attn_mla")), default=0)
-        aims.append((f"{key}: tokens/s at most 3 % behind the best other", cell("ours", key, "tokens_per_second"), 0.97 * best, 1))
+    aims += [(f"{ratio['key']}: at most 3 % behind {ratio['other']}", ratio["median"], 0.97, 1)
+             for ratio in speeds_of(left) if ratio["key"].startswith("4096 ") and ratio["engine"] == "ours"]
     fast = cell("flash_attn_mla", "32768 x 32", "prefill_seconds")
     aims.append(("32768 x 32: seconds of prefill at most 1.2 times FLASH_ATTN_MLA's", cell("ours", "32768 x 32", "prefill_seconds"), (fast or 0) * 1.2, -1))
     return [{"aim": aim, "measured": got, "bound": round(bound, 2), "met": (got - bound) * sign >= 0} for aim, got, bound, sign in aims if got and bound]
+
+
+def speeds_of(left: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How fast this package's engines were against each other one, in every cell that both have."""
+    cells = {name: data["throughput"] for name, data in left.items() if data.get("throughput")}
+    others = [engine.name for engine in ENGINES if engine.kind != OURS and engine.name in cells]
+    return [{"engine": own.name, "other": other, "key": key, **speed(cell, cells[other][key])}
+            for own in ENGINES if own.kind == OURS for other in others for key, cell in cells.get(own.name, {}).items() if key in cells[other]]
 
 
 def show(rows: Sequence[Mapping[str, Any]], left: Mapping[str, Mapping[str, Any]], aims: Sequence[Mapping[str, Any]]) -> None:
@@ -137,10 +170,16 @@ def show(rows: Sequence[Mapping[str, Any]], left: Mapping[str, Mapping[str, Any]
               f"{row['max_difference']:.3g} | {verdict} |")
     measured = {name: data["throughput"] for name, data in left.items() if data.get("throughput")}
     if measured:
-        print("\n| engine | context x requests | tokens/s | ms a step | prefill, s |\n|---|---|---|---|---|")
+        print("\n| engine | context x requests | tokens/s | ms a step, quartiles | prefill, s |\n|---|---|---|---|---|")
         for name, cells in measured.items():
             for key, cell in cells.items():
-                print(f"| {name} | {key} | {cell['tokens_per_second']} | {cell['ms_per_step']} | {cell['prefill_seconds']} |")
+                low, high = cell["ms_quartiles"]
+                print(f"| {name} | {key} | {cell['tokens_per_second']} | {cell['ms_per_step']}, {low} to {high} | {cell['prefills']} |")
+    if ratios := speeds_of(left):
+        print("\n| engine | against | context x requests | other's time over its own, 95 % interval | rounds |\n|---|---|---|---|---|")
+        for row in ratios:
+            low, high = row["interval"]
+            print(f"| {row['engine']} | {row['other']} | {row['key']} | {row['median']:.3f}, {low:.3f} to {high:.3f} | {row['rounds']} |")
     for aim in aims:
         print(f"{'reached' if aim['met'] else 'MISSED'}: {aim['aim']} (measured {aim['measured']}, bound {aim['bound']})")
 
@@ -157,10 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="for logs, models and caches (default: a new one under the temporary folder)")
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--channel", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        child(args.child, args.folder, args.model, args.tp, args.checkpoint, not args.no_compare, not args.no_throughput)
+        child(args.child, args.folder, args.model, args.tp, args.checkpoint, not args.no_compare, args.channel and Connection(args.channel))
     wanted = args.engines.split(",") if args.engines else [engine.name for engine in ENGINES if not (args.model and engine.model != "small")]
     engines = [engine for engine in ENGINES if engine.name in wanted and _has_work(engine, args)]
     if unknown := set(wanted) - {engine.name for engine in ENGINES}:
@@ -206,10 +246,10 @@ def _merged(folder: Path, rows: Sequence[Any], left: Mapping[str, Mapping[str, A
     old = old if old.get("source_digest") == digest else {}
     engines = {name: dict(data) for name, data in old.get("engines", {}).items()}
     for name, data in left.items():
-        engines.setdefault(name, {}).update({key: data[key] for key in ("info", "seconds_to_start", "rounds", "throughput") if data.get(key)})
+        engines.setdefault(name, {}).update({key: data[key] for key in ("info", "seconds_to_start", "throughput") if data.get(key)})
     rows = [row for row in old.get("rows", []) if row["engine"] not in compared] + list(rows)
     record = {"created": day, "passed": all(row["passed"] for row in rows), "source_digest": digest, "sources": source_files(VLLM), "rows": rows,
-              "engines": engines, "aims": aims_of(engines)}
+              "engines": engines, "speeds": speeds_of(engines), "aims": aims_of(engines)}
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.name}")

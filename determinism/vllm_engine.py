@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -10,15 +9,15 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+from determinism.vllm_throughput import Requests, prompts, serve
+
 OURS, CONTROL = "ours", "control"
 MAX_LEN = 34816
-STEADY_STEPS = 64
-WINDOWS, ROUNDS = 3, 4
-"""Steps are timed in windows, and engines in turn. The steps of a small model are the CPU's, and what else the host does makes them longer only."""
 NO_GRAPHS = {"compilation_config": {"cudagraph_mode": "NONE"}}
 
 
@@ -58,11 +57,6 @@ ENGINES = (
 )
 
 Result = list[list[tuple[int, float]]]
-
-
-def prompts(seed: int, count: int, low: int, high: int, vocabulary: int) -> list[list[int]]:
-    draw = random.Random(seed * 1000 + count + high)
-    return [[draw.randrange(2, vocabulary) for _ in range(draw.randint(low, high))] for _ in range(count)]
 
 
 def compare(a: Result, b: Result) -> dict[str, Any]:
@@ -207,88 +201,6 @@ class Run:
         empty = {"pairs": sum(map(len, batch)), "mismatches": hits, "requests": 4, "requests_hit": int(hits > 0), "max_difference": 0.0}
         self.add("prefix caching off in the engine's process: tokens cached", empty)
 
-    def throughput(self, round: int) -> None:
-        """Tokens a second of steps in which all requests decode, and seconds until all prompts have been read: the best of rounds, of which the
-        first one alone has the long contexts."""
-        rounds = self.data.setdefault("rounds", {})
-        for context in (4096, 32768)[: 1 if round else 2]:
-            for size in (1, 32):
-                rounds.setdefault(f"{context} x {size}", []).append(self._cell(context, size))
-        self.data["throughput"] = {
-            key: {**max(cells, key=lambda cell: cell["tokens_per_second"]), "prefill_seconds": min(cell["prefill_seconds"] for cell in cells)}
-            for key, cells in rounds.items()}
-
-    def _cell(self, context: int, size: int) -> dict[str, Any]:
-        """The fastest of WINDOWS windows of STEADY_STEPS steps, each on the core that is the fastest when it begins."""
-        import torch
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self.llm.llm_engine
-        self.llm.reset_prefix_cache()
-        sampling = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
-        names = [f"{context}_{size}_{i}" for i in range(size)]
-        for name, prompt in zip(names, prompts(50 + size, size, context, context, self.vocabulary), strict=True):
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        with FastestCore() as core:
-            core.take()
-            begun, decoding = time.perf_counter(), set()
-            while len(decoding) < size:
-                decoding |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
-            read = time.perf_counter() - begun
-            windows = []
-            for _ in range(WINDOWS):
-                core.take()
-                for _ in range(10):
-                    engine.step()
-                torch.cuda.synchronize()
-                begun, count = time.perf_counter(), 0
-                for _ in range(STEADY_STEPS):
-                    count += sum(len(output.outputs[0].token_ids) for output in engine.step())
-                torch.cuda.synchronize()
-                if count == size * STEADY_STEPS:  # else not all of them have decoded
-                    windows.append(time.perf_counter() - begun)
-        engine.abort_request(sorted(decoding | set(names)))
-        for _ in range(STEADY_STEPS):
-            if engine.has_unfinished_requests():
-                engine.step()
-        if not windows:
-            raise RuntimeError(f"{context} x {size}: in no window of {STEADY_STEPS} steps did all {size} requests decode")
-        seconds = min(windows)
-        return {"tokens_per_second": round(size * STEADY_STEPS / seconds, 1), "ms_per_step": round(1e3 * seconds / STEADY_STEPS, 3),
-                "prefill_seconds": round(read, 2), "windows_ms_per_step": [round(1e3 * one / STEADY_STEPS, 3) for one in windows]}
-
-
-class FastestCore:
-    """Puts the calling thread on the core that is the fastest at the moment, and back on all of them in the end.
-
-    Of a host that others use too, a core may be half as fast as its neighbours for minutes, and the thread that makes an engine's steps stays
-    where it is.
-    """
-
-    def __enter__(self) -> FastestCore:
-        self._all = os.sched_getaffinity(0)
-        return self
-
-    def take(self) -> None:
-        times = {}
-        for core in self._all:
-            os.sched_setaffinity(0, {core})
-            times[core] = min(_fixed_loop() for _ in range(3))
-        os.sched_setaffinity(0, {min(times, key=lambda core: times[core])})
-
-    def __exit__(self, *_: object) -> None:
-        for thread in os.listdir("/proc/self/task"):  # with those that the calling one has started meanwhile
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread), self._all)
-
-
-def _fixed_loop() -> float:
-    begun, counts = time.perf_counter(), dict[int, int]()
-    for i in range(5_000):
-        counts[i & 255] = counts.get(i & 127, 0) + len(str(i))
-    return time.perf_counter() - begun
-
 
 def _force_caching() -> None:
     """For a control: prefix caching back on after vLLM has turned it off, before its scheduler reads it."""
@@ -303,19 +215,15 @@ def _force_caching() -> None:
     EngineCore._initialize_kv_caches = forced
 
 
-def child(name: str, folder: Path, model: str, tensor_parallel: int, checkpoint: bool, compare: bool, throughput: bool) -> None:
-    """What the process of an engine does."""
+def child(name: str, folder: Path, model: str, tensor_parallel: int, checkpoint: bool, compare: bool, channel: Connection | None) -> None:
+    """What the process of an engine does; with a channel its throughput is asked for there."""
     engine = next(engine for engine in ENGINES if engine.name == name)
     run = Run(engine, folder, model, tensor_parallel, checkpoint)
     for phase in engine.phases if compare else ():
         getattr(run, phase)()
-    if throughput:
+    if channel is not None:
         run.save("compared")
-        for round in range(ROUNDS):
-            while not (folder / f"{name}.go{round}").exists():
-                time.sleep(0.2)
-            run.throughput(round)
-            run.save(f"measured {round}")
+        serve(Requests(run.llm, run.vocabulary), channel)
     run.save("done")
     if engine.own_process or tensor_parallel > 1:
         run.llm.llm_engine.engine_core.shutdown()

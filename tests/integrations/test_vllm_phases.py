@@ -3,13 +3,16 @@
 import json
 import os
 import sys
+import threading
+import time
+from multiprocessing import Pipe
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from determinism import vllm_engine
-from determinism.vllm_engine import ENGINES, Engine, FastestCore, Run
+from determinism import vllm_throughput
+from determinism.vllm_engine import ENGINES, Engine, Run
 
 
 class Llm:
@@ -48,8 +51,11 @@ class Llm:
     def add_request(self, name, prompt, sampling):
         self.running.append(name)
 
+    BESIDE = 32  # requests of a step
+
     def step(self):
-        return [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[1])]) for name in self.running]
+        self.running = [*self.running[1:], *self.running[:1]]
+        return [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[1])]) for name in self.running[: self.BESIDE]]
 
     def abort_request(self, names):
         self.running = []
@@ -108,22 +114,33 @@ def test_an_engine_that_follows_the_cache_is_seen(start):
     assert all(row["mismatches"] for row in rows.values()), rows
 
 
-def test_steps_are_made_on_the_fastest_core(monkeypatch):
-    on, all_cores = [], {0, 1, 2}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: all_cores)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: on.append(set(cores)))
-    monkeypatch.setattr(vllm_engine, "_fixed_loop", lambda: (0.3, 0.1, 0.2)[next(iter(on[-1]))])
-    with FastestCore() as core:
-        core.take()
-        assert on[-1] == {1}
-    assert on[-1] == all_cores
+def windows_of(run, rounds, monkeypatch):
+    """What `measure` finds of a run, served by a thread."""
+    monkeypatch.setattr(vllm_throughput, "CELLS", {(4096, 1): rounds, (4096, 32): rounds})
+    ours, theirs = Pipe()
+    thread = threading.Thread(target=vllm_throughput.serve, args=(vllm_throughput.Requests(run.llm, run.vocabulary), theirs))
+    thread.start()
+    assert ours.recv() == "ready"
+    found = vllm_throughput.measure({"fast": ours}, time.monotonic() + 60)
+    ours.send(None)
+    thread.join(10)
+    assert not thread.is_alive()
+    return found
 
 
-def test_throughput(start):
+def test_throughput(start, monkeypatch):
     run = start(Engine("fast", "CUSTOM", (), throughput=True))
     cores = os.sched_getaffinity(0)
-    run.throughput(0)
-    assert os.sched_getaffinity(0) == cores
-    assert set(run.data["throughput"]) == {"4096 x 1", "4096 x 32", "32768 x 1", "32768 x 32"}
-    assert all(cell["tokens_per_second"] > 0 and cell["ms_per_step"] >= 0 for cell in run.data["throughput"].values())
+    cells = windows_of(run, 3, monkeypatch)["fast"]
+    assert os.sched_getaffinity(0) == cores and not run.llm.running
+    assert set(cells) == {"4096 x 1", "4096 x 32"}
+    for cell in cells.values():
+        assert len(cell["windows_ms_per_step"]) == 3 * vllm_throughput.SITTINGS and len(cell["prefills"]) == vllm_throughput.SITTINGS
+        assert cell["tokens_per_second"] > 0 and cell["prefill_seconds"] == min(cell["prefills"])
     assert run.llm.options["kv_cache_memory_bytes"] == 8 << 30 and run.llm.options["attention_config"] == {"backend": "CUSTOM"}
+
+
+def test_windows_in_which_some_requests_wait_are_not_counted(start, monkeypatch, capsys):
+    monkeypatch.setattr(Llm, "BESIDE", 31)
+    assert set(windows_of(start(Engine("fast", "CUSTOM", (), throughput=True)), 2, monkeypatch)["fast"]) == {"4096 x 1"}
+    assert "fast, 4096 x 32: not measured" in capsys.readouterr().out

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from multiprocessing import Pipe
 
 import pytest
 
 from determinism import vllm as proof
-from determinism import vllm_engine
-from determinism.vllm_engine import CONTROL, ENGINES, OURS, Engine, compare, prompts
+from determinism import vllm_throughput
+from determinism.vllm_engine import CONTROL, ENGINES, OURS, Engine, compare
+from determinism.vllm_throughput import prompts
 
 ROW = {"pairs": 4, "mismatches": 0, "requests": 2, "requests_hit": 0, "max_difference": 0.0, "row": "a row", "needs": {}}
 
@@ -54,11 +56,21 @@ def test_graphs_on_and_off_are_compared_between_engines():
 
 
 def test_aims_hold_only_what_was_measured():
-    cell = {"tokens_per_second": 9000.0, "ms_per_step": 1.0, "prefill_seconds": 6.0}
+    cell = {"tokens_per_second": 9000.0, "ms_per_step": 1.0, "prefill_seconds": 6.0, "windows_ms_per_step": [1.0]}
     assert proof.aims_of({}) == []
     left = {"ours": {"throughput": {"32768 x 32": cell}}, "flash_attn_mla": {"throughput": {"32768 x 32": {**cell, "prefill_seconds": 4.0}}}}
     aims = {aim["aim"]: aim["met"] for aim in proof.aims_of(left)}
     assert aims == {"32768 x 32: tokens/s at least 8200.0": True, "32768 x 32: seconds of prefill at most 1.2 times FLASH_ATTN_MLA's": False}
+
+
+def test_an_engine_4_percent_behind_another_misses_its_aim():
+    def cells(ms):
+        return {"throughput": {"4096 x 1": {"windows_ms_per_step": [ms] * 9}}}
+
+    for other, met in ((0.96, False), (0.98, True)):
+        (aim,) = proof.aims_of({"ours": cells(1.0), "flash_attn_mla": cells(other)})
+        assert aim["aim"] == "4096 x 1: at most 3 % behind flash_attn_mla" and aim["met"] is met
+    assert proof.aims_of({"ours_keep": cells(1.0), "flash_attn_mla": cells(0.5)}) == []
 
 
 def test_environments(tmp_path, monkeypatch):
@@ -76,41 +88,45 @@ def test_environments(tmp_path, monkeypatch):
 
 
 STAND_IN = """
-import json, pathlib, sys, time
+import json, pathlib, sys
+from multiprocessing.connection import Connection
 name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 row = {"engine": name, "kind": sys.argv[3], "row": "a row", "pairs": 2, "mismatches": int(sys.argv[3] != "ours"), "requests": 1, "requests_hit": 0,
        "max_difference": 0.0, "needs": {}}
-data = {"rows": [row], "results": {}, "info": {"gpu": "NVIDIA H200"}}
-def save(state):
-    (folder / f"{name}.tmp").write_text(json.dumps({**data, "state": state}))
-    (folder / f"{name}.tmp").replace(folder / f"{name}.json")
-if sys.argv[4] == "1":
-    save("compared")
-    for round in range(3):
-        while not (folder / f"{name}.go{round}").exists():
-            time.sleep(0.05)
-        data["throughput"] = {"4096 x 1": {"tokens_per_second": round + 1.0, "ms_per_step": 1.0, "prefill_seconds": 1.0}}
-        save(f"measured {round}")
-save("done")
+if sys.argv[4]:
+    channel = Connection(int(sys.argv[4]))
+    channel.send("ready")
+    while (command := channel.recv()) is not None:
+        channel.send({"begin": 0.5, "window": 0.064 if name == "ours" else 0.128, "end": None}[command[0]])
+data = {"state": "done", "rows": [row], "results": {}, "info": {"gpu": "NVIDIA H200"}}
+(folder / f"{name}.json").write_text(json.dumps(data))
 """
 
 
 def test_a_run(tmp_path, monkeypatch, capsys):
     def start(engine, folder, args):
-        command = [sys.executable, "-c", STAND_IN, engine.name, str(folder), engine.kind, str(int(engine.throughput))]
-        return proof.subprocess.Popen(command)
+        ours, theirs = Pipe() if engine.throughput else (None, None)
+        handle = [theirs.fileno()] if theirs else []
+        command = [sys.executable, "-c", STAND_IN, engine.name, str(folder), engine.kind, *(map(str, handle) if handle else [""])]
+        process = proof.Process(proof.subprocess.Popen(command, pass_fds=handle), ours)
+        if theirs:
+            theirs.close()
+        return process
 
     monkeypatch.setattr(proof, "_start", start)
+    monkeypatch.setattr(vllm_throughput, "CELLS", {(4096, 1): 2})
     monkeypatch.setattr(proof, "needs", lambda: "")
     monkeypatch.setattr(proof, "make_model", lambda folder, v3_shape: folder.mkdir())
     arguments = ["--engines", "ours,triton_mla,ours_v3_shape", "--folder", str(tmp_path / "work"), "--out", str(tmp_path / "records"), "--limit", "60"]
     assert proof.main(arguments) == 0
     out = capsys.readouterr().out
-    assert "| ours | a row | 0 of 2 |" in out and "differs, as it must" in out and "| triton_mla | 4096 x 1 | 3.0 |" in out
+    assert "| ours | a row | 0 of 2 |" in out and "differs, as it must" in out and "| triton_mla | 4096 x 1 | 250.0 | 4.0, 4.0 to 4.0 |" in out
+    assert "| ours | triton_mla | 4096 x 1 | 2.000, 2.000 to 2.000 | 4 |" in out
     (record,) = (tmp_path / "records").glob("nvidia_h200_*.json")
     data = json.loads(record.read_text())
     assert data["passed"] and len(data["rows"]) == 3 and data["sources"] and data["source_digest"]
-    assert set(data["engines"]) == {"ours", "triton_mla", "ours_v3_shape"}
+    assert set(data["engines"]) == {"ours", "triton_mla", "ours_v3_shape"} and data["speeds"][0]["median"] == 2
+    assert data["aims"] == [{"aim": "4096 x 1: at most 3 % behind triton_mla", "measured": 2.0, "bound": 0.97, "met": True}]
     assert proof.main(["--engines", "ours_small_cache", *arguments[2:]]) == 0  # another part of the same day's record
     data = json.loads(record.read_text())
     assert len(data["rows"]) == 4 and data["engines"]["ours"]["throughput"] and "ours_small_cache" in data["engines"]
@@ -132,17 +148,3 @@ def test_an_unknown_engine_is_refused(capsys):
     with pytest.raises(SystemExit):
         proof.main(["--engines", "ours,theirs"])
     assert "theirs" in capsys.readouterr().err
-
-
-def test_throughput_is_the_best_of_rounds(tmp_path):
-    """The long contexts, whose prompts take seconds to read, are measured once."""
-    run = vllm_engine.Run.__new__(vllm_engine.Run)
-    run.data, asked = {}, []
-    seen = iter((5.0, 5.0, 5.0, 5.0, 9.0, 3.0, 6.0, 7.0, 1.0, 2.0))
-    run._cell = lambda context, size: (asked.append((context, size)), {"tokens_per_second": (x := next(seen)), "prefill_seconds": x / 10})[1]
-    for round in range(vllm_engine.ROUNDS):
-        run.throughput(round)
-    assert asked == [(4096, 1), (4096, 32), (32768, 1), (32768, 32)] + 3 * [(4096, 1), (4096, 32)]
-    assert [len(cells) for cells in run.data["rounds"].values()] == [4, 4, 1, 1]
-    best = {key: (cell["tokens_per_second"], cell["prefill_seconds"]) for key, cell in run.data["throughput"].items()}
-    assert best == {"4096 x 1": (9.0, 0.1), "4096 x 32": (7.0, 0.2), "32768 x 1": (5.0, 0.5), "32768 x 32": (5.0, 0.5)}
