@@ -133,10 +133,11 @@ def rows_of(engines: Sequence[Engine], left: Mapping[str, Mapping[str, Any]]) ->
             yield {**row, "passed": bool(as_wanted and row["pairs"] and all(row["needs"].values()))}
         if data.get("state") != "done":
             yield {"engine": engine.name, "kind": engine.kind, **UNFINISHED, "passed": False}
-    graphs, none = (left.get(name, {}).get("results", {}).get("long") for name in ("ours", "ours_no_graphs"))
-    if graphs and none:
-        row = compare(graphs, none)
-        yield {"engine": "ours_no_graphs", "kind": OURS, "row": "CUDA graphs on and off", **row, "needs": {}, "passed": row["mismatches"] == 0}
+    for name, between in (("ours_no_graphs", "CUDA graphs on and off"), ("ours_drafts", "drafts on and off")):
+        without, with_it = (left.get(engine, {}).get("results", {}).get("long") for engine in ("ours", name))
+        if without and with_it:
+            row = compare(without, with_it)
+            yield {"engine": name, "kind": OURS, "row": between, **row, "needs": {}, "passed": row["mismatches"] == 0}
 
 
 def aims_of(left: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

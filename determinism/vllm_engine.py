@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -40,6 +41,7 @@ class Engine:
 
 
 KEEP = {"TRITON_MLA_PREFIX_CACHING": "keep"}
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}}
 SMALL_CACHE = {"num_gpu_blocks_override": 200, "max_model_len": 8192}
 ENGINES = (
     Engine("ours", "CUSTOM", ("short", "long", "schedule"), seeds=3, throughput=True),
@@ -47,6 +49,7 @@ ENGINES = (
     Engine("ours_no_graphs", "CUSTOM", ("long", "cache_off"), own_process=True, options=NO_GRAPHS),
     Engine("ours_small_cache", "CUSTOM", ("preemption",), options=SMALL_CACHE),
     Engine("ours_keep_small_cache", "CUSTOM", ("preemption",), options=SMALL_CACHE, variables=KEEP),
+    Engine("ours_drafts", "CUSTOM", ("drafts",), options=DRAFTS),
     Engine("ours_v3_shape", "CUSTOM", ("short",), model="v3_shape", seeds=2),
     # The attention alone is invariant: what the throughput of the others owes to vLLM's invariant products.
     Engine("ours_flag_off", "CUSTOM", (), invariant=False, throughput=True, variables={"TRITON_MLA_BATCH_INVARIANT": "1"}),
@@ -90,7 +93,7 @@ class Run:
             options["gpu_memory_utilization"] = 0.85
         else:
             options.update(kv_cache_memory_bytes=(8 if engine.throughput else 2) << 30, gpu_memory_utilization=0.15)
-        self.llm = LLM(model=model, attention_config={"backend": engine.backend}, **{**options, **engine.options})
+        self.llm = LLM(model=model, attention_config={"backend": engine.backend}, **{**options, **copy.deepcopy(engine.options)})
         self.config = self.llm.llm_engine.vllm_config
         self.vocabulary = min(self.config.model_config.get_vocab_size(), 1 << 15)
         self.data: dict[str, Any] = {"engine": asdict(engine), "rows": [], "results": {}, "seconds_to_start": round(time.monotonic() - started, 1),
@@ -193,6 +196,17 @@ class Run:
         counted = scheduler._preempt_request = Mock(wraps=scheduler._preempt_request)
         together, _ = self.generate(batch, 320)
         self.add("preempted and recomputed, against alone", compare(one, together), preemptions=counted.call_count)
+
+    def drafts(self) -> None:
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        counted = scheduler.make_spec_decoding_stats = Mock(wraps=scheduler.make_spec_decoding_stats)
+        for name, batch, tokens in (("200-6000", prompts(0, 32, 200, 6000, self.vocabulary), 16), ("200-800", prompts(4, 24, 200, 800, self.vocabulary), 160)):
+            counted.reset_mock()
+            one, together = self.alone(batch, tokens), self.generate(batch, tokens)[0]
+            drafted, accepted = (sum(call.kwargs[f"num_{kind}_tokens"] for call in counted.call_args_list) for kind in ("draft", "accepted"))
+            needs = {"drafted": drafted, "accepted": accepted} if tokens > 16 else {"drafted": drafted}
+            self.add(f"drafts verified, prompts of {name}, alone and {len(batch)} together", compare(one, together), **needs)
+            self.data["results"].setdefault("long", together)
 
     def cache_off(self) -> None:
         batch = prompts(9, 4, 1000, 2000, self.vocabulary)

@@ -95,7 +95,8 @@ def mla_decode(
         block table or the plan can hold becomes NaN: reading the length back to refuse it would stall the stream.
 
     Raises:
-        ValueError: an argument is wrong; nothing has been launched or written.
+        ValueError: an argument is wrong; nothing has been launched or written, but scratch memory where a given plan asks for more shared
+            memory or registers than the device has.
     """
     return attend(Given(True, q, kv_cache, block_table, None, seq_lens, softmax_scale, kv_lora_rank, k_scale, out, return_lse, plan, order, workspace,
                         lse))

@@ -48,9 +48,9 @@ class Given(NamedTuple):
         AttributeError, or a RuntimeError of torch."""
         q = self.q
         tensors = (*((q,) if isinstance(q, torch.Tensor) else q), *self[2:6], self.out, self.workspace, self.lse)
-        return (self.decode, type(self.return_lse), self.return_lse, type(self.softmax_scale), self.softmax_scale, type(self.kv_lora_rank), self.kv_lora_rank,
-                self.k_scale, id(self.plan), id(self.order), checks.recording(),
-                *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad) for t in tensors])
+        return (self.decode, type(q), type(self.return_lse), self.return_lse, type(self.softmax_scale), self.softmax_scale,
+                type(self.kv_lora_rank), self.kv_lora_rank, self.k_scale, id(self.plan), id(self.order), checks.recording(),
+                *[None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad) for t in tensors])
 
 
 class Checked(NamedTuple):

@@ -44,13 +44,23 @@ def tensor(name: str, value: object, *, dims: int, dtype: torch.dtype | None = N
 
 
 def strided(name: str, value: object) -> torch.Tensor:
-    """``value`` if it is a dense, strided tensor."""
+    """``value`` if it is a dense, strided tensor with memory of its own."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}={reprlib.repr(value)} must be a torch.Tensor")
     if value.layout != torch.strided or value.is_nested:
         kind = "is nested" if value.is_nested else f"has layout {value.layout}"
         raise ValueError(f"{name} {kind}; it must be a dense, strided tensor")
+    if not (torch.compiler.is_compiling() or value.is_meta or _has_memory(value)):
+        raise ValueError(f"{name} of type {type(value).__name__} has no memory of its own; it must be a tensor that has, as to_local() gives that of a DTensor")
     return value
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    """Not so a tensor that stands for others, as those of torch.distributed.tensor and of torch.func, or for none, as a fake one."""
+    try:
+        return bool(value.data_ptr()) or not value.numel()
+    except RuntimeError:  # torch's, for some of them
+        return False
 
 
 def as_stored(name: str, value: object) -> torch.Tensor:

@@ -207,9 +207,9 @@ class Encoded:
     Triton's own launcher encodes them at every call. Its inner one, which takes them encoded, is a free variable of it (triton 3.6).
     """
 
-    def __init__(self, compiled: Any, describe: tuple[Callable[[Any], Any], ...], dtype: torch.dtype) -> None:
+    def __init__(self, compiled: Any, describe: tuple[Callable[[Any], Any], ...], dtype: torch.dtype, max_maps: int = MAX_MAPS) -> None:
         self._launch, self._metas, self._options = _inner_launcher(compiled)
-        self._describe, self._dtype = describe, dtype
+        self._describe, self._dtype, self._max_maps = describe, dtype, max_maps
         self._maps: tuple[dict[int, list[Any]], ...] = tuple({} for _ in describe)
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
@@ -223,7 +223,7 @@ class Encoded:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         maps = self._maps[i]
-        if len(maps) >= MAX_MAPS:
+        if len(maps) >= self._max_maps:
             maps.clear()
         encoded: list[Any] = make_tensordesc_arg(self._describe[i](Address(address, self._dtype)), self._metas[i])
         maps[address] = encoded  # another thread may clear it at any time

@@ -67,9 +67,11 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple
     compiled = _compiled.get(key)
     if compiled is None or hooked():
         try:
-            compiled = _compiled[key] = kernel[grid](*args, **constants, **options, enable_fp_fusion=False)
+            compiled = kernel[grid](*args, **constants, **options, enable_fp_fusion=False)
         except OutOfResources as error:
             raise ValueError(f"schedule of {kernel.__name__} with {options} and {constants} must fit the device: {error}") from error
+        if not hooked():  # a profiler may have had it compiled with instruments
+            _compiled[key] = compiled
     else:
         stream = driver.active.get_current_stream(device)
         compiled.run(grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants.values())
@@ -81,8 +83,8 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: tuple[int, int], args: tuple
 
 def hooked() -> bool:
     """Whether a profiler wants to see each launch."""
-    hook = knobs.runtime.launch_enter_hook
-    return hook is not None and bool(getattr(hook, "calls", True))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))
 
 
 class Step(NamedTuple):
@@ -217,7 +219,7 @@ class PreparedAttention:
             self._unaligned.run(args)  # TMA wants alignment
             return
         compiled = [launch(s.kernel, (*self._key, aligned, *s.constants.values()), s.grid, s.arguments(args), s.constants, s.options) for s in self._steps]
-        if not (INTERPRETED or any(aligned)):
+        if not (INTERPRETED or any(aligned) or hooked()):
             self._ready = [
                 (self._launcher(s, c), s.grid[0], s.grid[1], c.function, c.packed_metadata, s.pick, (*s.integers, *s.constants.values()))
                 for s, c in zip(self._steps, compiled, strict=True)

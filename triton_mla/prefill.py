@@ -53,7 +53,8 @@ def mla_prefill(
         and lse -inf. On a GPU a request whose keys end past S becomes NaN; on the CPU it is refused.
 
     Raises:
-        ValueError: an argument is wrong; nothing has been launched or written.
+        ValueError: an argument is wrong; nothing has been launched or written, but scratch memory where a given schedule asks for more shared
+            memory or registers than the device has.
     """
     scale = checks.softmax_scale(softmax_scale)
     for name, value in (("causal", causal), ("return_lse", return_lse), ("return_state", return_state)):
@@ -142,7 +143,8 @@ def mla_prefill_paged(
         block table becomes NaN; on the CPU it is refused.
 
     Raises:
-        ValueError: an argument is wrong; nothing has been launched or written.
+        ValueError: an argument is wrong; nothing has been launched or written, but scratch memory where a given schedule asks for more shared
+            memory or registers than the device has.
     """
     facts = _facts(
         (q, kv_cache, w_kv_b, block_table, cu_seqlens_q, seq_lens, out, workspace),
@@ -228,7 +230,7 @@ def _facts(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         return None
     try:
         facts = (checks.recording(), *[(type(option), option) for option in options],
-                 *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad) for t in tensors])
+                 *[None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad) for t in tensors])
         hash(facts)
     except (AttributeError, TypeError, RuntimeError):
         return None

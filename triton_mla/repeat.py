@@ -16,7 +16,9 @@ from .kernels.hopper import available
 from .launch import Launch, hooked
 
 MAX_LAUNCHES = 64
-"""Of a call that is kept: some 7 KB each. With more of them the device is slower than the host."""
+"""Of a call that is kept: some 7 KB each, and half a KB for each address of a TMA descriptor. With more of them the device is slower than the host."""
+MAX_MAPS = 128
+"""Addresses of a descriptor whose encoded form is kept: of 61 layers' weights, and of what torch's allocator gives in turn."""
 
 
 class Repeat:
@@ -35,10 +37,11 @@ class Repeat:
 
     @classmethod
     def of(cls, launches: Sequence[Launch], tensors: Sequence[torch.Tensor], aligned: int, written: Sequence[int]) -> Repeat | None:
-        """None where they cannot be repeated: a launch reads memory of another tensor, or of which one cannot be told; or are too many."""
+        """None where they cannot be repeated: a launch reads memory of another tensor, or of which one cannot be told; or are too many; or a
+        profiler saw them."""
         order = sorted((t.data_ptr(), checks.span(t)) for t in tensors)
         shared = any(begin + size > later for (begin, size), (later, _) in zip(order, order[1:], strict=False))
-        if not 0 < len(launches) <= MAX_LAUNCHES or shared or any(t.data_ptr() % 16 for t in tensors[:aligned]):
+        if not 0 < len(launches) <= MAX_LAUNCHES or hooked() or shared or any(t.data_ptr() % 16 for t in tensors[:aligned]):
             return None
         if not available() and any(_described(launch) for launch in launches):
             return None
@@ -49,7 +52,7 @@ class Repeat:
 
     def run(self, addresses: Sequence[int], device: int | None) -> bool:
         """Launch on the current device and stream; False if the call must be made in the ordinary way."""
-        if hooked():
+        if hooked() or 0 in addresses:  # of no memory, which the checks refuse
             return False
         low = 0
         for address in addresses[: self._aligned]:
@@ -81,7 +84,7 @@ def _prepared(launch: Launch, begins: Sequence[int], spans: Sequence[int]) -> tu
     places = tuple(_place(t.data_ptr(), begins, spans) for t in (*(d.base for d in described), *tensors))
     if described:  # no tensor is kept: a workspace would stay in memory with what is known of its call
         forms = [replace(d, base=Address(d.base.data_ptr(), d.base.dtype)) for d in described]
-        run = Encoded(compiled, tuple(partial(_described_at, form) for form in forms), forms[0].base.dtype)
+        run = Encoded(compiled, tuple(partial(_described_at, form) for form in forms), forms[0].base.dtype, MAX_MAPS)
     return run, *launch.grid, compiled.function, compiled.packed_metadata, places, (*rest, *launch.constants.values())
 
 

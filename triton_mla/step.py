@@ -32,7 +32,7 @@ class Rows:
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of a tensor that has one for each of the step's tokens; a view where they lie together."""
-        return tensor[self.tokens] if isinstance(self.tokens, slice) else tensor.index_select(0, self.tokens)
+        return _of(tensor, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StepPlan:
     @classmethod
     def from_lengths(
         cls, query_lens: Sequence[int], seq_lens: Sequence[int], block_table: torch.Tensor, slot_mapping: torch.Tensor, *, page_size: int,
-        paths: PathRule, prompt_lens: Sequence[int | None] | None = None,
+        paths: PathRule, prompt_lens: Sequence[int | None] | None = None, generated_lens: torch.Tensor | None = None,
     ) -> StepPlan:
         """The plan for an engine that has the lengths on the host, and table and slots on the device already.
 
@@ -91,6 +91,8 @@ class StepPlan:
             query_lens, seq_lens, prompt_lens: of each request, as in `BatchLayout`.
             block_table: [B, W] int32; slot_mapping: [T] int64. Tokens past the sum of query_lens are padding.
             page_size: tokens of a page of the cache that both are of.
+            generated_lens: [B] int32 on the table's device: seq_lens that rows of the absorbed form take, where those of the host are upper bounds,
+                as while drafts are verified.
 
         Raises ValueError: an argument is wrong, or a prompt is cut that the rule wants whole.
         """
@@ -105,12 +107,15 @@ class StepPlan:
                 raise ValueError(f"seq_lens[{i}]={seq_len} must be from 0 to {capacity}: block_table has {block_table.shape[1]} pages of {page_size} tokens")
             if query_len < 0 or (seq_len and query_len > seq_len):
                 raise ValueError(f"query_lens[{i}]={query_len} must be from 0 to seq_lens[{i}]={seq_len}, which includes it")
+        if generated_lens is not None:
+            checks.tensor("generated_lens", generated_lens, dims=1, dtype=torch.int32, device=block_table.device)
+            checks.shape("generated_lens", generated_lens, (len(query_lens),), "one length for each request")
         total = sum(query_lens)
         num_tokens = slot_mapping.shape[0]
         if num_tokens < total:
             raise ValueError(f"slot_mapping has shape {tuple(slot_mapping.shape)}; it must have a slot for each of the {total} query tokens")
         mha, absorbed = split_batch(query_lens, seq_lens, prompt_lens, paths)
-        return cls(num_tokens, page_size, slot_mapping, _rows(mha, block_table), _rows(absorbed, block_table), num_tokens > total, paths)
+        return cls(num_tokens, page_size, slot_mapping, _rows(mha, block_table), _rows(absorbed, block_table, generated_lens), num_tokens > total, paths)
 
     @classmethod
     def decode(cls, block_table: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, *, page_size: int) -> StepPlan:
@@ -154,7 +159,8 @@ def _check_tensors(block_table: torch.Tensor, slot_mapping: torch.Tensor, page_s
         raise ValueError(f"block_table has shape {tuple(table.shape)}; it must have a row for each of the {num_requests} requests")
 
 
-def _rows(segments: Sequence[Segment], block_table: torch.Tensor) -> Rows | None:
+def _rows(segments: Sequence[Segment], block_table: torch.Tensor, ends: torch.Tensor | None = None) -> Rows | None:
+    """``ends``: [B] where the segments' own are upper bounds; each is then the last one of its request."""
     if not segments:
         return None
     device = block_table.device
@@ -167,13 +173,16 @@ def _rows(segments: Sequence[Segment], block_table: torch.Tensor) -> Rows | None
     if last.first + last.query_len != first.first + total:
         firsts = torch.tensor([s.first for s in segments])
         tokens = _sent(torch.arange(total) + torch.repeat_interleave(firsts - starts[:-1], counts), device)
-    if last.request - first.request + 1 == len(segments):
-        table = block_table[first.request : last.request + 1]
-    else:
-        table = block_table.index_select(0, _sent(torch.tensor([s.request for s in segments]), device))
     lens = [s.seq_len for s in segments]
-    cu_seqlens_q, seq_lens = (_sent(values.to(torch.int32), device) for values in (starts, torch.tensor(lens)))
-    return Rows(tokens, table, cu_seqlens_q, seq_lens, total == len(segments), max(lens))
+    together = last.request - first.request + 1 == len(segments)
+    requests = slice(first.request, last.request + 1) if together else _sent(torch.tensor([s.request for s in segments]), device)
+    seq_lens = _sent(torch.tensor(lens, dtype=torch.int32), device) if ends is None else _of(ends, requests)
+    return Rows(tokens, _of(block_table, requests), _sent(starts.to(torch.int32), device), seq_lens, total == len(segments), max(lens))
+
+
+def _of(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor; a view where they lie together."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def _slots(query_lens: torch.Tensor, seq_lens: torch.Tensor, table: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import enum
 import importlib
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ def modules(version: str) -> dict[str, ModuleType]:
             self.worker.model_runner = (RunnerV2 if self.vllm_config.use_v2_model_runner else RunnerV1)(self.vllm_config)
 
     module("vllm", __version__=version)
-    module("vllm.envs", VLLM_BATCH_INVARIANT=True, VLLM_USE_V2_MODEL_RUNNER=False)
+    module("vllm.envs", __getattr__=_variable, VLLM_USE_V2_MODEL_RUNNER=False)
     platform = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9, minor=0))
     module("vllm.platforms", current_platform=platform)
     module("vllm.v1.attention.backend", MultipleOf=MultipleOf, AttentionCGSupport=AttentionCGSupport, AttentionType=AttentionType,
@@ -127,6 +128,12 @@ def modules(version: str) -> dict[str, ModuleType]:
     module("vllm.v1.worker.worker_base", WorkerWrapperBase=WorkerWrapperBase)
     made["vllm"].__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     return made
+
+
+def _variable(name: str) -> bool:
+    if name != "VLLM_BATCH_INVARIANT":
+        raise AttributeError(name)
+    return os.environ.get(name) == "1"
 
 
 class VllmConfig:

@@ -25,7 +25,7 @@ class Llm:
         self.options, self.cached, self.running = options, [], []
         cache, model = SimpleNamespace(block_size=64, enable_prefix_caching=True), SimpleNamespace(get_vocab_size=lambda: 8192)
         compilation = SimpleNamespace(static_forward_context={"layer": SimpleNamespace(attn_backend=Llm)}, cudagraph_mode="FULL")
-        self.scheduler = SimpleNamespace(_preempt_request=lambda request: None)
+        self.scheduler = SimpleNamespace(_preempt_request=lambda request: None, make_spec_decoding_stats=lambda stats, **counts: None)
         self.llm_engine = self
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=self.scheduler), shutdown=lambda: None)
         self.vllm_config = SimpleNamespace(compilation_config=compilation, cache_config=cache, model_config=model)
@@ -44,6 +44,7 @@ class Llm:
             tokens = [(draw + i) % 8192 for i in range(sampling.max_tokens)]
             steps = [{token: SimpleNamespace(logprob=-1 / (1 + token + draw))} for token in tokens]
             outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=steps)], num_cached_tokens=hits))
+            self.scheduler.make_spec_decoding_stats(None, num_draft_tokens=3, num_accepted_tokens=1)
             whole = prompt + tokens
             self.cached += [whole[:size] for size in range(64, len(whole) + 1, 64)]
         return outputs
@@ -87,7 +88,7 @@ def phases(run):
     return {row["row"]: row for row in run.data["rows"]}
 
 
-EVERYTHING = Engine("all", "CUSTOM", ("short", "schedule", "prefix", "turns", "preemption"))
+EVERYTHING = Engine("all", "CUSTOM", ("short", "schedule", "prefix", "turns", "preemption", "drafts"))
 
 
 def test_every_phase_of_every_engine_exists():
@@ -96,14 +97,14 @@ def test_every_phase_of_every_engine_exists():
 
 def test_an_invariant_engine_has_no_mismatch_and_its_counts_are_there(start, tmp_path):
     rows = phases(start(EVERYTHING))
-    assert len(rows) == 8 and not any(row["mismatches"] for row in rows.values())
+    assert len(rows) == 10 and not any(row["mismatches"] for row in rows.values())
     assert all(row["pairs"] for row in rows.values()) and all(all(row["needs"].values()) for row in rows.values())
-    assert {name for row in rows.values() for name in row["needs"]} == {"cached", "cached_generated", "preemptions"}
+    assert {name for row in rows.values() for name in row["needs"]} == {"cached", "cached_generated", "preemptions", "drafted", "accepted"}
     assert json.loads((tmp_path / "all.json").read_text())["state"] == "partial"
 
 
 def test_an_engine_that_follows_the_batch_is_seen(start):
-    rows = phases(start(Engine("batch", "CUSTOM", ("short", "schedule", "preemption")), "batch"))
+    rows = phases(start(Engine("batch", "CUSTOM", ("short", "schedule", "preemption", "drafts")), "batch"))
     seen = {name: bool(row["mismatches"]) for name, row in rows.items()}
     assert seen.pop("the same in reversed order") is False  # it depends on how many there are
     assert all(seen.values()), seen

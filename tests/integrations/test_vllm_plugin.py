@@ -6,7 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_vllm_fakes import VERSIONS, FakeEngine, RunnerV1, RunnerV2, VllmConfig, backend_enum, eighths, install, layer_arguments
+from test_vllm_fakes import (
+    HEADS,
+    NOPE,
+    RANK,
+    VALUE,
+    VERSIONS,
+    FakeEngine,
+    RunnerV1,
+    RunnerV2,
+    VllmConfig,
+    backend_enum,
+    eighths,
+    install,
+    layer_arguments,
+)
 
 from triton_mla.companion import linear
 from triton_mla.errors import UnsupportedError
@@ -49,10 +63,16 @@ def test_register_may_be_called_again(version):
     assert backend_enum().CUSTOM.get_path() == PATH and not backend_enum().TRITON_MLA.is_overridden()
 
 
-def test_register_takes_the_place_of_triton_mla_on_request(version, monkeypatch):
-    monkeypatch.setenv("TRITON_MLA_DECODE_BACKEND", "triton_mla")
+def test_an_engine_takes_it_in_place_of_triton_mla_on_request(version, monkeypatch, caplog):
+    """By a name that workers have without the variable, which a worker on another machine may not be given; asked for before or after register()."""
     register()
-    assert backend_enum().CUSTOM.get_path() == backend_enum().TRITON_MLA.get_path() == PATH
+    monkeypatch.setenv("TRITON_MLA_DECODE_BACKEND", "triton_mla")
+    engine_config = config(version, "TRITON_MLA")
+    with caplog.at_level(logging.INFO):
+        before_workers(engine_config)
+    assert engine_config.attention_config.backend is backend_enum().CUSTOM and Decision.read(engine_config) is not None
+    assert "TRITON_MLA_DECODE_BACKEND=triton_mla asks for it in place of TRITON_MLA" in caplog.text
+    assert not backend_enum().TRITON_MLA.is_overridden()
 
 
 def test_register_leaves_a_slot_that_another_package_has(version, caplog):
@@ -97,7 +117,7 @@ def test_the_cache_is_off_with_one_warning_however_the_backend_was_chosen(versio
     caching = [line for line in warnings(caplog) if line.startswith("prefix caching")]
     assert len(caching) == 1 and "VLLM_BATCH_INVARIANT=1" in caching[0] and "TRITON_MLA_PREFIX_CACHING=keep" in caching[0]
     assert Decision.read(engine.worker_config) == Decision("mha", "chunked", 1024, True)
-    assert engine.config.attention_config.backend.name == (backend or "CUSTOM")
+    assert engine.config.attention_config.backend.name == engine.worker_config.attention_config.backend.name == "CUSTOM"
 
 
 def test_keep_leaves_the_cache_on_and_takes_the_absorbed_form(version, monkeypatch, caplog):
@@ -109,6 +129,24 @@ def test_keep_leaves_the_cache_on_and_takes_the_absorbed_form(version, monkeypat
     assert engine.config.cache_config.enable_prefix_caching is True and Decision.read(engine.worker_config).prompt == "absorbed"
     assert "TRITON_MLA_PREFIX_CACHING=keep" in caplog.text
     assert not [line for line in warnings(caplog) if line.startswith("prefix caching")]
+
+
+@pytest.mark.parametrize("own, said", [("0", "VLLM_BATCH_INVARIANT=1, but TRITON_MLA_BATCH_INVARIANT=0"), ("1", None)])
+def test_flags_that_contradict_are_told(version, monkeypatch, caplog, own, said):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("TRITON_MLA_BATCH_INVARIANT", own)
+    register()
+    engine_config = config(version)
+    before_workers(engine_config)
+    assert engine_config.cache_config.enable_prefix_caching is (own == "0")
+    assert [line.startswith(said or "prefix caching") for line in warnings(caplog)] == [True]
+
+
+def test_quantized_weights_are_told(version, monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    register()
+    before_workers(config(version, model_config__quantization="fp8"))
+    assert sum(line.startswith("quantization=fp8") for line in warnings(caplog)) == 1
 
 
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN_MLA", "TRITON_MLA"])
@@ -262,6 +300,58 @@ def test_linear_layers_keep_a_product_of_another_form(monkeypatch, version):
     register()
     FakeEngine(version, config(version))
     assert layers is None or layers.matmul_persistent is other
+
+
+class Layer(torch.nn.Module):
+    """One of a loaded model."""
+
+    def __init__(self, impl, dequantised):
+        super().__init__()
+        self.impl, weight = impl, eighths(torch.Generator().manual_seed(7), HEADS * (NOPE + VALUE), RANK)
+        heads = (weight.t().contiguous() if dequantised else weight.t()).reshape(RANK, HEADS, NOPE + VALUE)
+        keys, values = heads.split([NOPE, VALUE], dim=-1)
+        self.W_UK_T, self.W_UV = keys.permute(1, 2, 0), values.transpose(0, 1)
+
+
+@pytest.mark.parametrize("dequantised", [False, True])
+def test_weights_are_packed_once_when_they_have_been_loaded(version, dequantised):
+    register()
+    runner = FakeEngine(version, config(version)).runner
+    from triton_mla.integrations.vllm.backend import TritonMLABackend
+
+    impl = TritonMLABackend.get_impl_cls()(**layer_arguments())
+    layer = Layer(impl, dequantised)
+    before = [weight.clone() for weight in (layer.W_UK_T, layer.W_UV)]
+    packed, at = impl._w_kv_b(layer), layer.W_UK_T.data_ptr()
+    assert (packed.data_ptr() == at) is not dequantised
+    loaded(runner, layer)
+    assert torch.equal(layer.W_UK_T, before[0]) and torch.equal(layer.W_UV, before[1])
+    assert torch.equal(impl._w_kv_b(layer), packed)
+    assert impl._w_kv_b(layer).data_ptr() == layer.W_UK_T.data_ptr() and (layer.W_UK_T.data_ptr() == at) is not dequantised
+
+
+def test_a_worker_whose_layers_have_another_attention_does_not_start(version):
+    register()
+    runner = FakeEngine(version, config(version)).runner
+    with pytest.raises(RuntimeError, match="layer 0 has the attention of SimpleNamespace"):
+        loaded(runner, Layer(SimpleNamespace(), False))
+
+
+def loaded(runner, layer):
+    runner.get_model = lambda: torch.nn.Sequential(layer)
+    runner.load_model()
+
+
+def test_an_idle_rank_has_no_prompt(monkeypatch):
+    """Its dummy step has a row where the batch has none, and the row's prompt would be of a request that has ended."""
+    install(monkeypatch, "0.23.0")
+    register()
+    runner = FakeEngine("0.23.0", VllmConfig(backend_enum().CUSTOM)).runner
+    runner.tell([10, 20], [10, 21])
+    for running, lens in ((2, [10, 20]), (1, [10, 0]), (0, [0, 0])):
+        runner.input_batch.num_reqs = running
+        assert adapter.prompt_lens(runner, SimpleNamespace(num_reqs=2)).tolist() == lens
+    assert runner.input_batch.num_prompt_tokens[:2].tolist() == [10, 20]
 
 
 def test_a_prompt_of_one_token_replays_no_graph_of_decodes(monkeypatch):

@@ -1,5 +1,7 @@
 """A step's metadata and a layer's attention in an engine of one layer, on CPU tensors through the interpreter."""
 
+from unittest.mock import DEFAULT, Mock
+
 import pytest
 import torch
 from test_vllm_fakes import DTYPE, HEADS, NOPE, PAGE, RANK, ROPE, VALUE, VERSIONS, FakeEngine, Request, VllmConfig, backend_enum, install
@@ -14,11 +16,12 @@ ATOL = 3e-3
 
 @pytest.fixture(params=VERSIONS)
 def start(request, monkeypatch):
-    """start(keep=..., **options) -> an engine; batch-invariant."""
+    """start(keep=..., **options) -> an engine; batch-invariant, unless the mha form may not go on from cached tokens."""
     install(monkeypatch, request.param)
 
-    def make(keep=False, speculative=None, **options):
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    def make(keep=False, speculative=None, chunked_prefix=True, **options):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(chunked_prefix)))
+        monkeypatch.setenv("TRITON_MLA_CHUNKED_PREFIX", str(int(chunked_prefix)))
         monkeypatch.setenv("TRITON_MLA_PREFIX_CACHING", "keep" if keep else "auto")
         register()
         new = request.param == "0.33.0"
@@ -46,12 +49,23 @@ def expected(engine, request, first, last):
 @pytest.mark.parametrize("layout", ["view", "transposed"])
 def test_prompts_and_decodes_match_the_definition(start, keep, layout):
     engine = start(keep=keep, strided=True, weight_layout=layout)
-    assert (engine.layer.impl._w_kv_b().data_ptr() == engine.weight.data_ptr()) is (layout == "view")
+    assert (engine.layer.impl._w_kv_b(engine.layer).data_ptr() == engine.weight.data_ptr()) is (layout == "view")
     a, b = Request(1, 21, [3, 7, 9]), Request(2, 5, [1, 2, 4])
     rows = [engine.step((a, 21), (b, 5)), engine.step((a, 1), (b, 1))]
     for i, (request, prompt) in enumerate(((a, 21), (b, 5))):
         assert_close(rows[0][i], expected(engine, request, 0, prompt), ATOL, "prompt")
         assert_close(rows[1][i], expected(engine, request, prompt, prompt + 1), ATOL, "decode")
+
+
+def test_chunks_of_a_prompt_where_the_mha_form_may_not_go_on_from_cached_tokens(start):
+    """They take the absorbed form, behind decodes or alone, and some requests without a token between them."""
+    engine = start(chunked_prefix=False)
+    a, b, c = Request(1, 21, [3, 7, 9]), Request(2, 5, [1, 2, 4]), Request(3, 30, [10, 11])
+    for batch in [((b, 5), (a, 10)), ((a, 11),), ((b, 1), (c, 12)), ((b, 1), (a, 1), (c, 9)), ((b, 1), (c, 10), (a, 0))]:
+        begins = [request.computed for request, _ in batch]
+        for (request, count), begin, rows in zip(batch, begins, engine.step(*batch), strict=True):
+            if count:
+                assert_close(rows, expected(engine, request, begin, begin + count), ATOL, f"{begin} + {count}")
 
 
 def alone(start, key, prompt, total, **options):
@@ -192,7 +206,8 @@ def test_prompts_are_compiled_for_before_the_first_one(start, monkeypatch):
     """By the arguments that a step gives, for one chunk and for the longest prompt, and nowhere but on a GPU."""
     from triton_mla.integrations.vllm import impl
 
-    kinds = []
+    kinds, absorbed = [], []
+    monkeypatch.setattr(impl, "WARM_TOKENS", (16,))
 
     def noted(q, cache, weight, table, starts, lens, **options):
         kinds.append((q.shape[1:], cache.shape[1:], weight.shape, table.dtype, options.keys(), q.dtype))
@@ -201,10 +216,16 @@ def test_prompts_are_compiled_for_before_the_first_one(start, monkeypatch):
 
     prefill, longest = impl.mla_prefill_paged, []
     monkeypatch.setattr(impl, "mla_prefill_paged", noted)
+    for name in ("mla_decode", "mla_extend"):
+        monkeypatch.setattr(impl, name, Mock(wraps=getattr(impl, name), side_effect=lambda *_, name=name, **__: (absorbed.append(name), DEFAULT)[1]))
     engine = start()
     assert not kinds
     engine.step((Request(1, 21, [3, 7]), 21))
     longest.clear()
-    engine.layer.impl.warm_up(page_size=PAGE, max_model_len=3 * PAGE + 1, dtype=DTYPE, device=torch.device("cpu"))
+    arguments = {"page_size": PAGE, "max_model_len": 3 * PAGE + 1, "dtype": DTYPE, "device": torch.device("cpu")}
+    engine.layer.impl.warm_up(mha=True, **arguments)
     assert longest == [(16, 4 * PAGE), (3 * PAGE + 1, 4 * PAGE)]
     assert len(kinds) == 3 and kinds[0] == kinds[1] == kinds[2]
+    assert absorbed == ["mla_extend", "mla_decode"]
+    engine.layer.impl.warm_up(mha=False, **arguments)
+    assert len(longest) == 2 and absorbed == ["mla_extend", "mla_decode"] * 2

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu import no_host_synchronisation
+from memory import WithoutMemory
 
 from triton_mla import Schedule, mla_decode
 from triton_mla.testing import Request
@@ -278,6 +279,24 @@ def test_a_good_call_does_not_let_a_bad_one_pass(mla, wrong):
         small.decode(batch, softmax_scale=1.0)
         with pytest.raises(ValueError, match=next(iter(wrong))):
             small.decode(batch, **{"softmax_scale": 1.0, **wrong})
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_good_query_does_not_let_one_of_another_kind_pass(mla, pair):
+    batch = mla.batch([Request(40, key=1)])
+    query = (batch.q[..., : mla.kv_lora_rank], batch.q[..., mla.kv_lora_rank :]) if pair else batch.q
+    mla.decode(batch, q=query)
+    for wrong in (iter(query), set(query)) if pair else ((query,), [query]):
+        with pytest.raises(ValueError, match="q="):
+            mla.decode(batch, q=wrong)
+
+
+def test_a_good_call_does_not_let_tensors_without_memory_pass(mla):
+    batch = mla.batch([Request(40, key=1)])
+    mla.decode(batch)
+    for name in ("q", "kv_cache", "block_table", "seq_lens"):
+        with pytest.raises(ValueError, match=f"{name} of type WithoutMemory has no memory of its own"):
+            mla.decode(replace(batch, **{name: WithoutMemory(getattr(batch, name))}))
 
 
 def test_a_plan_brings_its_order(mla):

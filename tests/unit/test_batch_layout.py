@@ -80,6 +80,25 @@ def test_a_form_whose_rows_lie_together_is_a_view():
     assert plan.mha.take(rows).tolist() == list(range(1, 19)) and plan.absorbed.take(rows).tolist() == [0, 19, 20]
 
 
+def test_lengths_of_generated_rows_may_be_the_devices():
+    """Those of the host bound them; a prompt's are its own."""
+    whole = layout()
+    table, slots = whole.table(), torch.arange(21)
+
+    def plan(generated_lens, rule=RULE):
+        return StepPlan.from_lengths(whole.query_lens, whole.seq_lens, table, slots, page_size=16, paths=rule, prompt_lens=whole.prompt_lens,
+                                     generated_lens=generated_lens)
+
+    lens = torch.tensor([4, 13, 0], dtype=torch.int32)
+    assert plan(lens).absorbed.seq_lens.tolist() == [4, 0] and plan(lens).mha.seq_lens.tolist() == plan(None).mha.seq_lens.tolist() == [20]
+    assert plan(lens).absorbed.max_seq_len == plan(None).absorbed.max_seq_len == 5
+    alone = plan(lens, PathRule(ABSORBED)).absorbed
+    assert alone.seq_lens.tolist() == [4, 13, 0] and alone.seq_lens.data_ptr() == lens.data_ptr()
+    for wrong in (lens[:2], lens.long(), [4, 13, 0]):
+        with pytest.raises(ValueError, match="generated_lens"):
+            plan(wrong)
+
+
 def test_one_form_alone_takes_the_batch_as_it_is():
     plan = StepPlan.from_layout(layout(), paths=PathRule(ABSORBED), device="cpu")
     assert plan.mha is None and plan.absorbed.tokens == slice(0, 21) and not plan.absorbed.one_each

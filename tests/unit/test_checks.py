@@ -5,6 +5,8 @@ import random
 
 import pytest
 import torch
+from memory import WithoutMemory
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from triton_mla import checks
 
@@ -79,6 +81,17 @@ def test_views_that_take_turns():
     assert shares(rows[:3], rows[2:])
     assert not shares(rows[:0], rows) and not shares(rows, rows[2, :, :0])
     assert not shares(rows, rows.clone())
+
+
+def test_tensors_without_memory_are_refused():
+    tensor = torch.zeros(3, 4)
+    assert checks.strided("x", tensor) is tensor and checks.strided("x", tensor[:0]) is not None
+    with pytest.raises(ValueError, match=r"w_kv_b of type WithoutMemory has no memory of its own.*to_local\(\)"):
+        checks.strided("w_kv_b", WithoutMemory(tensor))
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match="q of type FakeTensor has no memory"):
+        checks.strided("q", mode.from_tensor(tensor))
+    with pytest.raises(ValueError, match="no memory"):
+        torch.func.vmap(lambda x: checks.strided("q", x))(tensor)
 
 
 def test_nothing_written():

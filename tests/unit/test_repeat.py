@@ -55,5 +55,7 @@ def test_what_must_be_made_in_the_ordinary_way(run, monkeypatch):
     for begin, shared in ((4096 - 128, False), (4096 - 124, True), (4096, True), (4096 + 252, True), (4096 + 256, False)):
         assert repeated.run([4096, begin], 0) is not shared, begin
     assert len(made) == 2
+    assert repeated.run([4096, 0], 0) is False  # of a tensor without memory
     monkeypatch.setattr(repeat, "hooked", lambda: True)
     assert repeated.run([4096, 8192], 0) is False and len(made) == 2
+    assert Repeat.of([Launch(compiled, (1, 1), (a, b), {})], [a, b], 1, [1]) is None

@@ -103,7 +103,7 @@ class Product:
         with on_device(f.device):
             compiled = [launch(step.kernel, (step.key, unaligned), step.grid, (*tensors, *step.integers), step.constants, step.options)
                         for step, tensors in zip(self._steps, arguments, strict=False)]
-        if f.aligned and not INTERPRETED and (available() or not self._describe):
+        if f.aligned and not INTERPRETED and (available() or not self._describe) and not hooked():
             runs = [Encoded(compiled[0], self._describe, f.dtype) if self._describe else compiled[0].run, *[c.run for c in compiled[1:]]]
             self._launchers = [(run, *step.grid, c.function, c.packed_metadata, (*step.integers, *step.constants.values()))
                                for run, step, c in zip(runs, self._steps, compiled, strict=True)]

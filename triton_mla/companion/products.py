@@ -198,7 +198,7 @@ def product_call(check: Check, names: tuple[str, str, str], a: Any, b: Any, bias
     facts: tuple[Any, ...] = ()
     known = None
     try:
-        facts = (check, checks.recording(), *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad)
+        facts = (check, checks.recording(), *[None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad)
                                               for t in (a, b, bias, out)])
         known = _calls.get(facts)
     except (AttributeError, TypeError, RuntimeError):

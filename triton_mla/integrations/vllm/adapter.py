@@ -183,6 +183,11 @@ def engine_is_invariant() -> bool:
     return bool(importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT)
 
 
+def quantization(vllm_config: Any) -> str | None:
+    """Of the weights of linear layers."""
+    return getattr(vllm_config.model_config, "quantization", None)
+
+
 def is_hybrid(vllm_config: Any) -> bool:
     return bool(vllm_config.model_config.is_hybrid)
 
@@ -233,7 +238,12 @@ def runner_of(vllm_config: Any) -> Any:
 def prompt_lens(runner: Any, common: Any) -> Any:
     """[num_reqs] tokens of each row's original prompt, in numpy on the host; rows of padding may have any value."""
     if not hasattr(runner, "req_states"):
-        return runner.input_batch.num_prompt_tokens[: common.num_reqs]
+        batch = runner.input_batch
+        lens = batch.num_prompt_tokens[: common.num_reqs]
+        if common.num_reqs > batch.num_reqs:  # in a dummy step of an idle rank there are rows, and what is left here is of requests that have ended
+            lens = lens.copy()
+            lens[batch.num_reqs :] = 0
+        return lens
     lens = torch.zeros(common.num_reqs, dtype=torch.int32).numpy()
     if common.req_idx is not None:
         lens[: len(common.req_idx)] = runner.req_states.prompt_len.np[common.req_idx]
@@ -279,6 +289,11 @@ def after_loading(runner: Any, action: Callable[[list[torch.nn.Module]], None]) 
         return result
 
     runner.load_model = load_model
+
+
+def attention_layers(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    """MLA layers by name; loaded, they have `impl`, W_UK_T and W_UV (`layer_of`)."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "impl") and hasattr(module, "W_UK_T")]
 
 
 _BY_BATCH = ("_use_min_latency_gemm", "allow_dsv3_router_gemm", "allow_fp32_router_gemm", "allow_cublas_router_gemm")

@@ -20,6 +20,7 @@ from .decision import Decision
 from .metadata import StepMetadata
 
 CHUNK_BYTES = 1 << 28
+WARM_TOKENS = (16, 512)  # few and many rows take other kernels
 
 
 def chunk_tokens(num_heads: int, head_columns: int, itemsize: int) -> int:
@@ -68,17 +69,25 @@ class Attention:
         """The layer, whose weights are read at each call: a reload may replace them."""
         self.layer, self.decision = layer, decision
 
-    def warm_up(self, *, page_size: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compiles what prompts take, of one chunk and of several, which else the first of them waits for (7 s on an H200)."""
-        tokens = 16
-        q = torch.zeros(tokens, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim, dtype=dtype, device=device)
-        cache = q.new_zeros(-(-tokens // page_size), page_size, self.kv_lora_rank + self.qk_rope_head_dim)
-        table = torch.arange(len(cache), dtype=torch.int32, device=device).expand(1, -1)
-        table = torch.nn.functional.pad(table, (0, max(0, -(-max_model_len // page_size) - len(cache))))
-        starts, lens = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, tokens], [tokens]))
-        out = q.new_empty(tokens, self.num_heads, self.v_head_dim)
-        for longest in sorted({tokens, max(tokens, max_model_len)}):
-            self._mha(q, cache, Rows(slice(0, tokens), table, starts, lens, False, longest), out)
+    def pack(self, layer: Any) -> None:
+        """Has W_UK_T and W_UV of a layer share the memory of `_w_kv_b`, which a layer whose weights were dequantised would make at each call."""
+        heads, nope, R = layer.W_UK_T.shape
+        layer.W_UK_T, values = self._w_kv_b(layer).view(heads, -1, R).split([nope, layer.W_UV.shape[2]], dim=1)
+        layer.W_UV = values.transpose(1, 2)
+
+    def warm_up(self, *, mha: bool, page_size: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compiles what the first prompts and recomputed tokens would else wait for (7 s on an H200 for prompts of one chunk and of several)."""
+        for tokens in WARM_TOKENS:
+            q = torch.zeros(tokens, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim, dtype=dtype, device=device)
+            cache = q.new_zeros(-(-tokens // page_size), page_size, self.kv_lora_rank + self.qk_rope_head_dim)
+            table = torch.arange(len(cache), dtype=torch.int32, device=device).expand(1, -1)
+            table = torch.nn.functional.pad(table, (0, max(0, -(-max_model_len // page_size) - len(cache))))
+            starts, lens = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, tokens], [tokens]))
+            out = q.new_empty(tokens, self.num_heads, self.v_head_dim)
+            for longest in sorted({tokens, max(tokens, max_model_len)}) if mha else ():
+                self._mha(q, cache, Rows(slice(0, tokens), table, starts, lens, False, longest), out)
+            self._absorbed(q, cache, Rows(slice(0, tokens), table, starts, lens, False), out)
+        self._absorbed(q[:1], cache, Rows(slice(0, 1), table, starts[:2], lens, True), out[:1])
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
@@ -142,15 +151,16 @@ class Attention:
 
     def _mha(self, q: torch.Tensor, cache: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         mla_prefill_paged(
-            q, cache, self._w_kv_b(), rows.block_table, rows.cu_seqlens_q, rows.seq_lens, softmax_scale=self.scale,
+            q, cache, self._w_kv_b(self.layer), rows.block_table, rows.cu_seqlens_q, rows.seq_lens, softmax_scale=self.scale,
             qk_nope_head_dim=self.qk_nope_head_dim, v_head_dim=self.v_head_dim, kv_lora_rank=self.kv_lora_rank, out=out, max_seq_len=rows.max_seq_len,
             chunk_tokens=chunk_tokens(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, q.element_size()),
         )
 
-    def _w_kv_b(self) -> torch.Tensor:
+    @staticmethod
+    def _w_kv_b(layer: Any) -> torch.Tensor:
         """[H * (nope + V), R]: the weight that vLLM has cut into W_UK_T [H, nope, R] and W_UV [H, R, V], which are views of it unless it was
-        dequantised into another layout."""
-        uk, uv = self.layer.W_UK_T, self.layer.W_UV
+        dequantised into another layout, and not packed since."""
+        uk, uv = layer.W_UK_T, layer.W_UV
         heads, nope, R = uk.shape
         rows = nope + uv.shape[2]
         if uk.stride() == (rows * R, R, 1) and uv.stride() == (rows * R, 1, R) and uv.data_ptr() == uk.data_ptr() + nope * R * uk.element_size():

@@ -61,9 +61,10 @@ class StepBuilder:
             layer.impl.bind(layer, decision)
         draft = all(getattr(layer, "is_draft_layer", False) for layer in layers)  # since 0.33; before, drafts have a call of their own
         self.runner = adapter.runner_of(vllm_config) if decision.prompt == MHA and not draft else None
-        if self.runner is not None and device.type == "cuda":
+        if device.type == "cuda":
             model = vllm_config.model_config
-            layers[0].impl.warm_up(page_size=kv_cache_spec.block_size, max_model_len=model.max_model_len, dtype=model.dtype, device=device)
+            layers[0].impl.warm_up(mha=self.runner is not None, page_size=kv_cache_spec.block_size, max_model_len=model.max_model_len, dtype=model.dtype,
+                                   device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
         """The step's rows by form. `common_attn_metadata` is vLLM's `CommonAttentionMetadata`."""
@@ -110,14 +111,12 @@ class StepBuilder:
         query_lens, host_lens, prompts = query_lens[first:], common.seq_lens_cpu_upper_bound.numpy()[first:requests], prompts[first:]
         plan = StepPlan.from_lengths(
             query_lens.tolist(), host_lens.tolist(), table[first:], common.slot_mapping[done:tokens], page_size=self.kv_cache_spec.block_size,
-            paths=self.decision.paths, prompt_lens=prompts.tolist(),
+            paths=self.decision.paths, prompt_lens=prompts.tolist(), generated_lens=lens[first:],
         )
         if plan.mha is not None:
             parts.append(Part(MHA, _shifted(plan.mha, done)))
         if plan.absorbed is not None:
-            # the host's lengths of generated rows are upper bounds while drafts are verified asynchronously
-            of = torch.from_numpy(((query_lens > 0) & ((host_lens > prompts) | (host_lens == 0))).nonzero()[0] + first)
-            parts.append(Part(ABSORBED, dataclasses.replace(_shifted(plan.absorbed, done), seq_lens=_gathered(lens, of))))
+            parts.append(Part(ABSORBED, _shifted(plan.absorbed, done)))
         return StepMetadata(tokens, requests - first, tuple(parts), int(common.query_start_loc_cpu[requests]), common.slot_mapping)
 
 
@@ -148,11 +147,3 @@ def _shifted(rows: Rows, by: int) -> Rows:
     tokens = rows.tokens
     return dataclasses.replace(rows, tokens=slice(tokens.start + by, tokens.stop + by) if isinstance(tokens, slice) else tokens + by)
 
-
-def _gathered(lens: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
-    first, last = int(requests[0]), int(requests[-1])
-    if last - first + 1 == len(requests):
-        return lens[first : last + 1]
-    if lens.is_cuda:  # from pageable memory the copy would wait for the stream
-        requests = requests.pin_memory().to(lens.device, non_blocking=True)
-    return lens.index_select(0, requests)

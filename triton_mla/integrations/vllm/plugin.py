@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Put the backend into vLLM's registry as CUSTOM, and in place of TRITON_MLA where TRITON_MLA_DECODE_BACKEND=triton_mla asks for it, and
-    apply the policy to engines that start in this process. May be called any number of times, in any process.
+    """Put the backend into vLLM's registry as CUSTOM, and apply the policy to engines that start in this process. May be called any number of
+    times, in any process.
 
     Where vLLM is not installed, or its version is not supported, nothing is done but to log why. Raises ValueError for a variable with a value
     that is not allowed.
@@ -26,12 +26,10 @@ def register() -> None:
         logger.warning("vLLM %s is not supported (supported: %s): triton_mla does nothing in it", version, adapter.supported_versions())
         return
     _log_as_vllm_does()
-    slots = [adapter.CUSTOM]
-    if Settings.from_env().decode_backend == policy.OWN:
-        slots.append(adapter.TRITON_MLA)
-    taken = [slot for slot in slots if adapter.register_backend(slot, policy.PATH)]
+    Settings.from_env()
+    if adapter.register_backend(adapter.CUSTOM, policy.PATH):
+        logger.debug("registered in vLLM %s as %s", version, adapter.CUSTOM)
     adapter.wrap_engine(policy.before_workers, policy.after_device)
-    logger.debug("registered in vLLM %s as %s", version, ", ".join(taken))
 
 
 def _log_as_vllm_does() -> None:

@@ -15,6 +15,7 @@ from triton_mla.policy import resolve
 
 from . import adapter
 from .decision import Decision
+from .impl import Attention
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +43,24 @@ def before_workers(vllm_config: Any) -> None:
             raise
         logger.warning("%s would be chosen for batch-invariant mode, but cannot serve this engine; vLLM chooses. %s", OWN, error)
         return
-    if named is None:
+    if named != adapter.CUSTOM:  # by this name workers have it whatever their environment is
         adapter.name_custom(vllm_config)
-        logger.info("attention backend: %s (%s), since %s; --attention-backend names another", adapter.CUSTOM, OWN, asked)
+        logger.info("attention backend: %s (%s), since %s", adapter.CUSTOM, OWN, asked)
     decision.write(vllm_config)
     logger.info("%s serves this engine: %s", OWN, decision.paths)
 
 
 def _asked_for(named: str | None, settings: Settings) -> str | None:
     """Why this package's backend is wanted, None where it is not."""
+    backend = settings.describe("decode_backend")
     if named is not None:
-        if named in (adapter.CUSTOM, adapter.TRITON_MLA) and adapter.is_registered(named, PATH):
-            return f"attention backend {named} is named"
+        if adapter.is_registered(adapter.CUSTOM, PATH):
+            if named == adapter.CUSTOM:
+                return f"attention backend {named} is named"
+            if named == adapter.TRITON_MLA and settings.decode_backend == OWN:
+                return f"{backend} asks for it in place of {named}"
         logger.debug("attention backend %s is named; %s does nothing", named, OWN)
         return None
-    backend = settings.describe("decode_backend")
     if settings.decode_backend not in (AUTO, OWN):
         logger.info("%s: vLLM chooses the attention backend", backend)
         return None
@@ -77,9 +81,14 @@ def _decide(vllm_config: Any, settings: Settings) -> Decision:
         against.append(f"{settings.describe('batch_invariant')}: the model has layers that are no attention, whose state prefix caching decided already")
     if against:
         raise UnsupportedError("the attention backend cannot serve this engine", {OWN: against})
+    flag = settings.describe("batch_invariant")
     if settings.batch_invariant and not adapter.engine_is_invariant():
-        logger.warning("%s, but not VLLM_BATCH_INVARIANT: vLLM's own products, norms and reductions will follow the batch",
-                       settings.describe("batch_invariant"))
+        logger.warning("%s, but not VLLM_BATCH_INVARIANT: vLLM's own products, norms and reductions will follow the batch", flag)
+    if adapter.engine_is_invariant() and not settings.batch_invariant:
+        logger.warning("VLLM_BATCH_INVARIANT=1, but %s: prefix caching is left on, and bits will follow what it holds", flag)
+    if settings.batch_invariant and adapter.quantization(vllm_config):
+        logger.warning("quantization=%s: products of quantized weights are vLLM's, and this package has not shown that their bits do not follow the batch",
+                       adapter.quantization(vllm_config))
     no_roles = adapter.against_roles(vllm_config)
     if no_roles is not None:
         logger.info("the roles of tokens are not supplied: %s", no_roles)
@@ -98,6 +107,7 @@ def after_device(vllm_config: Any, runner: Any) -> None:
     adapter.remember(runner)
     if decision.prompt == MHA:
         adapter.keep_prompts_out_of_decode_graphs(runner)
+    adapter.after_loading(runner, _prepare_layers)
     if decision.batch_invariant:
         adapter.after_loading(runner, _one_kernel_for_all_batches)
         # Elsewhere vLLM's are kept: on sm_100 tiles of few rows would go to other matrix instructions than those of many.
@@ -108,6 +118,16 @@ def after_device(vllm_config: Any, runner: Any) -> None:
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """[M, K] . [K, N] (+ bias [N]) -> [M, N], whose rows do not depend on M."""
     return matmul(a, b) if bias is None else linear(a, b.t(), bias)
+
+
+def _prepare_layers(models: list[torch.nn.Module]) -> None:
+    """Raises RuntimeError where a layer of the model itself, which the engine was told to have this backend, has another one."""
+    for number, model in enumerate(models):
+        for name, layer in adapter.attention_layers(model):
+            if isinstance(layer.impl, Attention):
+                layer.impl.pack(layer)
+            elif number == 0:
+                raise RuntimeError(f"layer {name} has the attention of {type(layer.impl).__name__}, and the engine was told that {OWN} serves it")
 
 
 def _one_kernel_for_all_batches(models: list[torch.nn.Module]) -> None:
