@@ -85,7 +85,7 @@ def _decide(vllm_config: Any, settings: Settings) -> Decision:
     if settings.batch_invariant and not adapter.engine_is_invariant():
         logger.warning("%s, but not VLLM_BATCH_INVARIANT: vLLM's own products, norms and reductions will follow the batch", flag)
     if adapter.engine_is_invariant() and not settings.batch_invariant:
-        logger.warning("VLLM_BATCH_INVARIANT=1, but %s: prefix caching is left on, and bits will follow what it holds", flag)
+        logger.warning("VLLM_BATCH_INVARIANT=1, but %s: prefix caching is left on, and bits may follow what it holds", flag)
     if settings.batch_invariant and adapter.quantization(vllm_config):
         logger.warning("quantization=%s: products of quantized weights are vLLM's, and this package has not shown that their bits do not follow the batch",
                        adapter.quantization(vllm_config))
