@@ -158,8 +158,9 @@ def speeds_of(left: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How fast this package's engines were against each other one, in every cell that both have."""
     cells = {name: data["throughput"] for name, data in left.items() if data.get("throughput")}
     others = [engine.name for engine in ENGINES if engine.kind != OURS and engine.name in cells]
-    return [{"engine": own.name, "other": other, "key": key, **speed(cell, cells[other][key])}
-            for own in ENGINES if own.kind == OURS for other in others for key, cell in cells.get(own.name, {}).items() if key in cells[other]]
+    return [{"engine": own.name, "other": other, "key": key, **found}
+            for own in ENGINES if own.kind == OURS for other in others for key, cell in cells.get(own.name, {}).items()
+            if key in cells[other] and (found := speed(cell, cells[other][key]))]
 
 
 def show(rows: Sequence[Mapping[str, Any]], left: Mapping[str, Mapping[str, Any]], aims: Sequence[Mapping[str, Any]]) -> None:

@@ -145,10 +145,12 @@ def _summary(size: int, prefills: Sequence[float], windows: Sequence[float | Non
 
 def speed(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """How fast a cell of one engine is, as the other's time over its own: the median over the rounds in which both have a window, an interval that
-    holds it with 95 % or more (from six rounds on; by ranks, which ask nothing of the distribution), and how many these are."""
+    holds it with 95 % or more (from six rounds on; by ranks, which ask nothing of the distribution), and how many these are. Empty where none is."""
     pairs = zip(own["windows_ms_per_step"], other["windows_ms_per_step"], strict=False)
     ratios = sorted(b / a for a, b in pairs if a is not None and b is not None)
     count = len(ratios)
+    if not count:
+        return {}
     cut = max(0, int((count - 1.96 * count**0.5) / 2) - 1)
     return {"median": round(statistics.median(ratios), 4), "interval": [round(ratios[cut], 4), round(ratios[count - 1 - cut], 4)], "rounds": count}
 

@@ -61,6 +61,7 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(cells):
 def test_a_speed_is_of_rounds_that_both_engines_have():
     own, other = ({"windows_ms_per_step": steps} for steps in ([1.0, 2.0, None, 4.0], [2.0, 2.0, 9.0, 2.0]))
     assert speed(own, other) == {"median": 1.0, "interval": [0.5, 2.0], "rounds": 3}
+    assert speed(own, {"windows_ms_per_step": [None, None, 1.0, None]}) == {}
 
 
 @pytest.mark.parametrize("count", [6, 12, 40, 100])
