@@ -124,6 +124,10 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 UNFINISHED = {"row": "did not finish: its log tells why", "pairs": 0, "mismatches": 0, "requests": 0, "requests_hit": 0, "max_difference": 0.0, "needs": {}}
 
 
+BETWEEN = {"ours_no_graphs": "CUDA graphs on and off", "ours_drafts": "drafts on and off"}
+"""Rows of what one engine has and the default has not."""
+
+
 def rows_of(engines: Sequence[Engine], left: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Every row with whether it passed; an engine that did not finish is a row that failed."""
     for engine in engines:
@@ -133,7 +137,7 @@ def rows_of(engines: Sequence[Engine], left: Mapping[str, Mapping[str, Any]]) ->
             yield {**row, "passed": bool(as_wanted and row["pairs"] and all(row["needs"].values()))}
         if data.get("state") != "done":
             yield {"engine": engine.name, "kind": engine.kind, **UNFINISHED, "passed": False}
-    for name, between in (("ours_no_graphs", "CUDA graphs on and off"), ("ours_drafts", "drafts on and off")):
+    for name, between in BETWEEN.items():
         without, with_it = (left.get(engine, {}).get("results", {}).get("long") for engine in ("ours", name))
         if without and with_it:
             row = compare(without, with_it)
@@ -249,7 +253,9 @@ def _merged(folder: Path, rows: Sequence[Any], left: Mapping[str, Mapping[str, A
     engines = {name: dict(data) for name, data in old.get("engines", {}).items()}
     for name, data in left.items():
         engines.setdefault(name, {}).update({key: data[key] for key in ("info", "seconds_to_start", "throughput") if data.get(key)})
-    rows = [row for row in old.get("rows", []) if row["engine"] not in compared] + list(rows)
+    made = {(row["engine"], row["row"]) for row in rows}
+    kept = [row for row in old.get("rows", []) if row["row"] in BETWEEN.values() or row["engine"] not in compared]
+    rows = [row for row in kept if (row["engine"], row["row"]) not in made] + list(rows)
     record = {"created": day, "passed": all(row["passed"] for row in rows), "source_digest": digest, "sources": source_files(VLLM), "rows": rows,
               "engines": engines, "speeds": speeds_of(engines), "aims": aims_of(engines)}
     folder.mkdir(parents=True, exist_ok=True)

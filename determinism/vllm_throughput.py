@@ -11,6 +11,7 @@ import os
 import random
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,12 +42,14 @@ class Requests:
         self.llm, self.engine, self.vocabulary = llm, llm.llm_engine, vocabulary
         self.names: list[str] = []
         self.cores = os.sched_getaffinity(0)
+        self.threads: dict[str, set[int]] = {}
 
     def begin(self, context: int, size: int, core: int) -> float:
         """Seconds until all prompts have been read."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        self.threads = _threads()
         os.sched_setaffinity(0, {core})
         self.llm.reset_prefix_cache()
         tokens = CELLS[context, size] * (WARM_STEPS + STEPS) + context * size // 1024 + 64  # the first one decodes while the others' prompts are read
@@ -79,9 +82,18 @@ class Requests:
         for _ in range(STEPS):
             if self.engine.has_unfinished_requests():
                 self.engine.step()
-        for thread in os.listdir("/proc/self/task"):  # with those that the calling one has started meanwhile
+        for thread in _threads():  # with those that the calling one has started meanwhile
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread), self.cores)
+                os.sched_setaffinity(int(thread), self.threads.get(thread, self.cores))
+
+
+def _threads() -> dict[str, set[int]]:
+    """The cores of each thread of this process."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            found[thread] = os.sched_getaffinity(int(thread))
+    return found
 
 
 def serve(requests: Requests, channel: Connection) -> None:
@@ -96,8 +108,8 @@ def serve(requests: Requests, channel: Connection) -> None:
 
 def measure(channels: Mapping[str, Connection], deadline: float) -> dict[str, dict[str, dict[str, Any]]]:
     """What each engine did in each cell, by its name. One that ends, or does not answer before `deadline` (of `time.monotonic`), is left out from
-    there on."""
-    alive = dict(channels)
+    there on; a cell of which it has two windows stays."""
+    alive, run = dict(channels), uuid.uuid4().hex
     measured: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in alive}
 
     def ask(name: str, *command: Any) -> Any:
@@ -108,6 +120,7 @@ def measure(channels: Mapping[str, Connection], deadline: float) -> dict[str, di
         except (EOFError, OSError):
             pass
         del alive[name]
+        print(f"{name} did not answer, and is asked no more", flush=True)
         return None
 
     begun = time.monotonic()
@@ -123,29 +136,33 @@ def measure(channels: Mapping[str, Connection], deadline: float) -> dict[str, di
                     measured[name][key_of(context, size)]["windows"].append(ask(name, "window", core))
             for name in list(alive):
                 ask(name, "end")
-    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in alive}
-    for name in alive:
-        for key, cell in measured[name].items():
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, cells in measured.items():
+        for key, cell in cells.items():
             if sum(window is not None for window in cell["windows"]) < 2:
                 print(f"{name}, {key}: not measured, since requests did not decode together", flush=True)
             else:
-                found[name][key] = _summary(**cell)
+                found.setdefault(name, {})[key] = {"run": run, **_summary(**cell)}
     return found
 
 
-def _summary(size: int, prefills: Sequence[float], windows: Sequence[float | None]) -> dict[str, Any]:
+def _summary(size: int, prefills: Sequence[float | None], windows: Sequence[float | None]) -> dict[str, Any]:
     """The median, with quartiles, of the windows in which all requests decoded, and the shortest of the prefills."""
     steps = [None if seconds is None else 1e3 * seconds / STEPS for seconds in windows]
     whole = [step for step in steps if step is not None]
+    read = [seconds for seconds in prefills if seconds is not None]
     low, median, high = statistics.quantiles(whole, n=4)
     return {"tokens_per_second": round(1e3 * size / median, 1), "ms_per_step": round(median, 3), "ms_quartiles": [round(low, 3), round(high, 3)],
-            "prefill_seconds": round(min(prefills), 3), "prefills": [round(seconds, 3) for seconds in prefills],
+            "prefill_seconds": round(min(read), 3), "prefills": [round(seconds, 3) for seconds in read],
             "windows_ms_per_step": [None if step is None else round(step, 4) for step in steps]}
 
 
 def speed(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """How fast a cell of one engine is, as the other's time over its own: the median over the rounds in which both have a window, an interval that
-    holds it with 95 % or more (from six rounds on; by ranks, which ask nothing of the distribution), and how many these are. Empty where none is."""
+    holds it with 95 % or more (from six rounds on; by ranks, which ask nothing of the distribution, but that rounds do not follow each other),
+    and how many these are. Empty where none is, or the engines were not measured together."""
+    if own["run"] != other["run"]:
+        return {}
     pairs = zip(own["windows_ms_per_step"], other["windows_ms_per_step"], strict=False)
     ratios = sorted(b / a for a, b in pairs if a is not None and b is not None)
     count = len(ratios)

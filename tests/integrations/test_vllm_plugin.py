@@ -302,15 +302,29 @@ def test_linear_layers_keep_a_product_of_another_form(monkeypatch, version):
     assert layers is None or layers.matmul_persistent is other
 
 
-class Layer(torch.nn.Module):
-    """One of a loaded model."""
+def test_it_is_named_where_a_kind_of_layer_has_a_backend_of_its_own(monkeypatch):
+    install(monkeypatch, "0.33.0")
+    register()
+    monkeypatch.setenv("TRITON_MLA_DECODE_BACKEND", "triton_mla")
+    kinds = {"mla_attention": backend_enum().TRITON_MLA, "attention": backend_enum().FLASH_ATTN_MLA}
+    engine_config = config("0.33.0", None, attention_config__backend_per_kind=kinds)
+    before_workers(engine_config)
+    assert adapter.named_backend(engine_config) == "CUSTOM" and engine_config.attention_config.backend is None
+    assert engine_config.attention_config.backend_per_kind["attention"] is backend_enum().FLASH_ATTN_MLA
+    assert kinds["mla_attention"] is backend_enum().TRITON_MLA, "the caller's own"
 
-    def __init__(self, impl, dequantised):
+
+class Layer(torch.nn.Module):
+    """One of a loaded model; since 0.33 its weights are parameters."""
+
+    def __init__(self, impl, dequantised, parameters=False):
         super().__init__()
         self.impl, weight = impl, eighths(torch.Generator().manual_seed(7), HEADS * (NOPE + VALUE), RANK)
         heads = (weight.t().contiguous() if dequantised else weight.t()).reshape(RANK, HEADS, NOPE + VALUE)
         keys, values = heads.split([NOPE, VALUE], dim=-1)
         self.W_UK_T, self.W_UV = keys.permute(1, 2, 0), values.transpose(0, 1)
+        if parameters:
+            self.W_UK_T, self.W_UV = (torch.nn.Parameter(weight, requires_grad=False) for weight in (vars(self).pop(name) for name in ("W_UK_T", "W_UV")))
 
 
 @pytest.mark.parametrize("dequantised", [False, True])
@@ -320,14 +334,16 @@ def test_weights_are_packed_once_when_they_have_been_loaded(version, dequantised
     from triton_mla.integrations.vllm.backend import TritonMLABackend
 
     impl = TritonMLABackend.get_impl_cls()(**layer_arguments())
-    layer = Layer(impl, dequantised)
+    layer = Layer(impl, dequantised, parameters=version == "0.33.0")
     before = [weight.clone() for weight in (layer.W_UK_T, layer.W_UV)]
     packed, at = impl._w_kv_b(layer), layer.W_UK_T.data_ptr()
     assert (packed.data_ptr() == at) is not dequantised
     loaded(runner, layer)
     assert torch.equal(layer.W_UK_T, before[0]) and torch.equal(layer.W_UV, before[1])
     assert torch.equal(impl._w_kv_b(layer), packed)
-    assert impl._w_kv_b(layer).data_ptr() == layer.W_UK_T.data_ptr() and (layer.W_UK_T.data_ptr() == at) is not dequantised
+    moved = dequantised and version != "0.33.0"
+    assert (layer.W_UK_T.data_ptr() != at) is moved
+    assert (impl._w_kv_b(layer).data_ptr() == layer.W_UK_T.data_ptr()) is (moved or not dequantised)
 
 
 def test_a_worker_whose_layers_have_another_attention_does_not_start(version):

@@ -57,7 +57,7 @@ def test_what_one_engine_has_and_another_has_not_is_compared_between_them(other,
 
 
 def test_aims_hold_only_what_was_measured():
-    cell = {"tokens_per_second": 9000.0, "ms_per_step": 1.0, "prefill_seconds": 6.0, "windows_ms_per_step": [1.0]}
+    cell = {"tokens_per_second": 9000.0, "ms_per_step": 1.0, "prefill_seconds": 6.0, "run": "one", "windows_ms_per_step": [1.0]}
     assert proof.aims_of({}) == []
     left = {"ours": {"throughput": {"32768 x 32": cell}}, "flash_attn_mla": {"throughput": {"32768 x 32": {**cell, "prefill_seconds": 4.0}}}}
     aims = {aim["aim"]: aim["met"] for aim in proof.aims_of(left)}
@@ -66,7 +66,7 @@ def test_aims_hold_only_what_was_measured():
 
 def test_an_engine_4_percent_behind_another_misses_its_aim():
     def cells(ms):
-        return {"throughput": {"4096 x 1": {"windows_ms_per_step": [ms] * 9}}}
+        return {"throughput": {"4096 x 1": {"run": "one", "windows_ms_per_step": [ms] * 9}}}
 
     for other, met in ((0.96, False), (0.98, True)):
         (aim,) = proof.aims_of({"ours": cells(1.0), "flash_attn_mla": cells(other)})
@@ -133,6 +133,20 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert len(data["rows"]) == 4 and data["engines"]["ours"]["throughput"] and "ours_small_cache" in data["engines"]
     assert proof.main([*arguments, "--no-compare"]) == 0
     assert [row["engine"] for row in json.loads(record.read_text())["rows"]].count("ours_v3_shape") == 1
+
+
+def test_a_record_keeps_what_a_run_did_not_do(tmp_path):
+    """Another part of the day's run leaves rows of other engines, and those between two engines, which it did not make."""
+    def row(engine, name, mismatches=0):
+        return {**ROW, "engine": engine, "row": name, "mismatches": mismatches, "passed": not mismatches}
+
+    between = proof.BETWEEN["ours_no_graphs"]
+    first = [row("ours", "alone"), row("ours_no_graphs", "long"), row("ours_no_graphs", between)]
+    proof._merged(tmp_path, first, {}, {"ours", "ours_no_graphs"})
+    again = proof._merged(tmp_path, [row("ours_no_graphs", "long", 1)], {}, {"ours_no_graphs"})
+    assert [(r["engine"], r["row"], r["passed"]) for r in again["rows"]] == [
+        ("ours", "alone", True), ("ours_no_graphs", between, True), ("ours_no_graphs", "long", False)]
+    assert [r["row"] for r in proof._merged(tmp_path, first[1:], {}, {"ours_no_graphs"})["rows"]] == ["alone", "long", between]
 
 
 def test_what_it_needs_is_told_before_anything_is_written(tmp_path, monkeypatch, capsys):

@@ -43,13 +43,20 @@ def test_engines_take_turns_and_none_is_always_the_first(cells):
     found = measure({name: answering(asked, name, 0.032 * (i + 1)) for i, name in enumerate("ab")}, time.monotonic() + 30)
     sitting = [("a", "begin", 4096, 2, 0), ("b", "begin", 4096, 2, 0), *[(name, "window", 0) for name in "abbaab"], ("a", "end"), ("b", "end")]
     assert asked == sitting * SITTINGS
-    assert found["a"]["4096 x 2"] == {"tokens_per_second": 2000.0, "ms_per_step": 1.0, "ms_quartiles": [1.0, 1.0], "prefill_seconds": 1.0,
+    run = found["b"]["4096 x 2"]["run"]
+    assert found["a"]["4096 x 2"] == {"run": run, "tokens_per_second": 2000.0, "ms_per_step": 1.0, "ms_quartiles": [1.0, 1.0], "prefill_seconds": 1.0,
                                       "prefills": [1.0] * SITTINGS, "windows_ms_per_step": [1.0] * 3 * SITTINGS}
     assert speed(found["a"]["4096 x 2"], found["b"]["4096 x 2"])["median"] == 2
 
 
 def test_an_engine_that_ends_is_left_out(cells):
     assert set(measure({"a": answering([], "a", 1.0), "b": answering([], "b", 1.0, ends_after=2)}, time.monotonic() + 30)) == {"a"}
+
+
+def test_what_an_engine_did_before_it_ended_stays(cells):
+    found = measure({"a": answering([], "a", 1.0), "b": answering([], "b", 2.0, ends_after=7)}, time.monotonic() + 30)
+    a, b = found["a"]["4096 x 2"], found["b"]["4096 x 2"]
+    assert (len(b["prefills"]), b["windows_ms_per_step"][:3]) == (2, [62.5] * 3) and speed(a, b) == {"median": 2.0, "interval": [2.0, 2.0], "rounds": 4}
 
 
 def test_an_engine_that_does_not_answer_is_not_waited_for(cells):
@@ -59,15 +66,16 @@ def test_an_engine_that_does_not_answer_is_not_waited_for(cells):
 
 
 def test_a_speed_is_of_rounds_that_both_engines_have():
-    own, other = ({"windows_ms_per_step": steps} for steps in ([1.0, 2.0, None, 4.0], [2.0, 2.0, 9.0, 2.0]))
+    own, other = ({"run": "one", "windows_ms_per_step": steps} for steps in ([1.0, 2.0, None, 4.0], [2.0, 2.0, 9.0, 2.0]))
     assert speed(own, other) == {"median": 1.0, "interval": [0.5, 2.0], "rounds": 3}
-    assert speed(own, {"windows_ms_per_step": [None, None, 1.0, None]}) == {}
+    assert speed(own, {"run": "one", "windows_ms_per_step": [None, None, 1.0, None]}) == {}
+    assert speed(own, {**other, "run": "another"}) == {}
 
 
 @pytest.mark.parametrize("count", [6, 12, 40, 100])
 def test_an_interval_holds_the_median_as_often_as_it_says(count):
     """It reaches from one rank to the one as far from the end. The median lies below a rank r when fewer than r values are below the median."""
-    own, other = ({"windows_ms_per_step": steps} for steps in ([1.0] * count, [float(i) for i in range(count)]))
+    own, other = ({"run": "one", "windows_ms_per_step": steps} for steps in ([1.0] * count, [float(i) for i in range(count)]))
     low, high = speed(own, other)["interval"]
     rank = int(low) + 1
     assert high == count - rank and speed(own, other)["median"] == (count - 1) / 2

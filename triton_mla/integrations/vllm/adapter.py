@@ -134,8 +134,14 @@ def named_backend(vllm_config: Any) -> str | None:
 
 
 def name_custom(vllm_config: Any) -> None:
-    registry = importlib.import_module("vllm.v1.attention.backends.registry")
-    vllm_config.attention_config.backend = registry.AttentionBackendEnum[CUSTOM]
+    """Where `named_backend` looks."""
+    custom = importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum[CUSTOM]
+    attention = vllm_config.attention_config
+    kinds = getattr(attention, "backend_per_kind", None) or {}
+    if _MLA_KIND in kinds:
+        attention.backend_per_kind = {**kinds, _MLA_KIND: custom}
+    else:
+        attention.backend = custom
 
 
 def dims_of(vllm_config: Any) -> MLADims:

@@ -70,7 +70,12 @@ class Attention:
         self.layer, self.decision = layer, decision
 
     def pack(self, layer: Any) -> None:
-        """Has W_UK_T and W_UV of a layer share the memory of `_w_kv_b`, which a layer whose weights were dequantised would make at each call."""
+        """Has W_UK_T and W_UV of a layer share the memory of `_w_kv_b`, which a layer whose weights were dequantised would make at each call.
+
+        Not where they are parameters, as since 0.33: a reload copies into those where they lie, for the graphs that have read them there.
+        """
+        if isinstance(layer.W_UK_T, torch.nn.Parameter):
+            return
         heads, nope, R = layer.W_UK_T.shape
         layer.W_UK_T, values = self._w_kv_b(layer).view(heads, -1, R).split([nope, layer.W_UV.shape[2]], dim=1)
         layer.W_UV = values.transpose(1, 2)
