@@ -26,7 +26,7 @@ def register() -> None:
         logger.warning("vLLM %s is not supported (supported: %s): triton_mla does nothing in it", version, adapter.supported_versions())
         return
     _log_as_vllm_does()
-    Settings.from_env()
+    Settings.from_env()  # refuses a bad variable in the process that has it, before an engine starts
     if adapter.register_backend(adapter.CUSTOM, policy.PATH):
         logger.debug("registered in vLLM %s as %s", version, adapter.CUSTOM)
     adapter.wrap_engine(policy.before_workers, policy.after_device)
